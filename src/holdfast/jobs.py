@@ -1,0 +1,460 @@
+"""The values of Holdfast: jobs, requests, leases, settlements, replies, events. No behaviour beyond reading them.
+
+Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
+Payloads, results and errors are bytes that no storage looks into.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+DEFAULT_PRIORITY = 5
+PRIORITIES = range(10)
+"""Higher first."""
+
+
+class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A frozen value. Array-like: it is stored by position, so fields are only ever added at the end."""
+
+
+class State(StrEnum):
+    """The five states that are stored. Everything else people say of a job is a view of these."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def live(self) -> bool:
+        return self in LIVE
+
+
+LIVE = frozenset({State.WAITING, State.RUNNING})
+FINISHED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
+
+
+class Work(Value, frozen=True):
+    """What a request asks to be done. These fields travel together: an update takes all of them or none."""
+
+    payload: bytes | None
+    """None only in an operator's retry and in a completed record, which drops its payload."""
+    codec: str = "json"
+    """Which codec wrote the payload."""
+    priority: int = DEFAULT_PRIORITY
+    timeout_ms: int | None = None
+    """This and the limits below: None means the handler's own, looked up when the job is claimed."""
+    max_retries: int | None = None
+    max_stalls: int | None = None
+    max_timeouts: int | None = None
+    result_ttl_ms: int | None = None
+    dedup_ttl_ms: int | None = None
+
+
+class Next(Value, frozen=True):
+    """The request that arrived while its job ran: it follows the run, or is merged into the run's retry."""
+
+    generation: int
+    work: Work
+    run_at: int
+    arrival: int
+    wall_at: int = 0
+    takes_payload: bool = True
+    """A merge takes `work` too."""
+    takes_run_at: bool | Literal["if_later", "if_earlier"] = True
+    """What a merge does with `run_at`."""
+    resets_counts: bool = True
+
+
+class Run(Value, frozen=True):
+    """The lease of a running job, and what may only exist while it runs."""
+
+    worker: str
+    fence: int
+    lease_ms: int
+    until_at: int
+    """The lease's deadline; once overdue, the time from which sweep takes the job back."""
+    overdue: bool = False
+    """A sweep has seen the deadline pass. The holder's next extend clears this."""
+    cancel_asked: bool = False
+    next: Next | None = None
+    progress: bytes | None = None
+
+
+class Outcome(Value, frozen=True):
+    """What a generation ended in."""
+
+    generation: int
+    state: State
+    ended_at: int
+    forget_at: int
+    """From here on the outcome does not exist to any verb."""
+    dedup_at: int = 0
+    """Until here a completed id answers `keep` from its cache."""
+    result: bytes | None = None
+    codec: str = "json"
+    """Which codec wrote the result."""
+    error: bytes | None = None
+
+
+class Job(Value, frozen=True):
+    """One record: all that is known of an id in a queue. It is waiting, or it has a `run`, or it has an `outcome`."""
+
+    id: str
+    work: Work
+    generation: int
+    """The stamp of the request that the record stands for."""
+    run_at: int
+    arrival: int
+    """The stamp at which `run_at` was last set: it orders jobs that are due at the same instant."""
+    wall_at: int = 0
+    """An absolute `run_at` as its caller gave it, in wall time; 0 where run_at is the queue's own reckoning."""
+    named: bool = False
+    """The caller chose the id, so completing is worth remembering."""
+    attempts: int = 0
+    """Runs started since the last promotion or restart. Limits nothing."""
+    retries: int = 0
+    stalls: int = 0
+    timeouts: int = 0
+    error: bytes | None = None
+    """Why the last run did not complete."""
+    run: Run | None = None
+    outcome: Outcome | None = None
+    previous: Outcome | None = None
+    """How the generation before this one ended, until its own forget time."""
+    keep_ms: int | None = None
+    """How long to remember the end of this job, where someone asked while it was live."""
+    keep_until_at: int = 0
+    """Someone waits: remember the end at least until here."""
+
+    @property
+    def state(self) -> State:
+        if self.outcome is not None:
+            return self.outcome.state
+        return State.WAITING if self.run is None else State.RUNNING
+
+    @property
+    def payload(self) -> bytes | None:
+        return self.work.payload
+
+    @property
+    def priority(self) -> int:
+        return self.work.priority
+
+    @property
+    def created_at(self) -> int:
+        """When the request that this record stands for was made."""
+        return self.generation
+
+    @property
+    def worker(self) -> str | None:
+        return None if self.run is None else self.run.worker
+
+    @property
+    def fence(self) -> int | None:
+        return None if self.run is None else self.run.fence
+
+    @property
+    def deferred(self) -> bool:
+        """A request waits for the present run to end."""
+        return self.run is not None and self.run.next is not None
+
+    @property
+    def retrying(self) -> bool:
+        return self.run is None and self.outcome is None and self.retries > 0
+
+
+_SORTED = bytes.maketrans(
+    b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/",
+    b"-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz",
+)
+"""From base64's letters to those that sort as the bits do."""
+
+
+def new_id() -> str:
+    """An id that nobody else makes, and that sorts by the time it was made: 22 characters, 80 random bits."""
+    bits = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(10)
+    return base64.b64encode(bits).translate(_SORTED)[:22].decode()
+
+
+class Update(Value, frozen=True):
+    """How a request changes an id that is there already.
+
+    `run_at="if_later"` takes the later of the two times, `"if_earlier"` the earlier, False keeps the old one.
+    `reset_counts` zeroes retries, stalls and timeouts; by default it follows `payload`.
+    """
+
+    payload: bool = True
+    run_at: bool | Literal["if_later", "if_earlier"] = True
+    reset_counts: bool | None = None
+
+    @property
+    def resets_counts(self) -> bool:
+        return self.payload if self.reset_counts is None else self.reset_counts
+
+
+class Request(Value, frozen=True):
+    """One request for an id to run. Without `run_at` (wall time) or `delay_ms` it is due at once."""
+
+    id: str
+    work: Work
+    run_at: int | None = None
+    delay_ms: int | None = None
+    update: Update | None = None
+    """None keeps what is there."""
+    named: bool = False
+    keep_ms: int = 0
+    """Somebody will wait for the outcome: remember it for at least this long from now."""
+
+
+class Complete(Value, frozen=True, tag="complete"):
+    """The run did its work. With both lengths 0, and nobody waiting, the record is dropped."""
+
+    id: str
+    fence: int
+    result: bytes | None = None
+    codec: str = "json"
+    result_ttl_ms: int = 0
+    dedup_ttl_ms: int = 0
+
+
+class Fail(Value, frozen=True, tag="fail"):
+    """The job is given up. `follow_up` is enqueued into the queue's `/failed` companion in the same step."""
+
+    id: str
+    fence: int
+    error: bytes
+    failure_ttl_ms: int
+    follow_up: Work | None = None
+
+
+class Retry(Value, frozen=True, tag="retry"):
+    """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise."""
+
+    id: str
+    fence: int
+    error: bytes | None = None
+    delay_ms: int = 0
+    run_at: int | None = None
+    counts: Literal["retries", "stalls", "timeouts"] = "retries"
+
+
+class Release(Value, frozen=True, tag="release"):
+    """The job goes back to its place, uncounted, as if the run had not been."""
+
+    id: str
+    fence: int
+
+
+Settlement = Complete | Fail | Retry | Release
+
+
+class Lease(Value, frozen=True):
+    """The right of one worker to run a job, as `extend` names it."""
+
+    id: str
+    fence: int
+    progress: bytes | None = None
+
+
+class Placed(StrEnum):
+    """What an enqueue did."""
+
+    NEW = "new"
+    UPDATED = "updated"
+    DEFERRED = "deferred"
+    DUPLICATE = "duplicate"
+    COMPLETED = "completed"
+
+
+class Enqueued(Value, frozen=True):
+    """The reply to one request. `generation` is the one that its caller waits for."""
+
+    id: str
+    placed: Placed | None
+    """None: the request brought no payload and the record had none to lend. Nothing was changed."""
+    generation: int = 0
+    state: State | None = None
+    """The state that the request met, where there was a record."""
+    outcome: Outcome | None = None
+    """The cached outcome, with `Placed.COMPLETED`."""
+
+
+class Claim(Value, frozen=True):
+    """Jobs to run now, each with its lease, and when it is worth asking again. All times are the queue's."""
+
+    jobs: list[Job]
+    now: int
+    next_run_at: int | None
+    """The earliest waiting job's time: in the past or present if there is more to claim at once."""
+    next_sweep_at: int | None
+    """When the next lease may have to be taken back."""
+    paused: bool = False
+
+
+class Settled(StrEnum):
+    OK = "ok"
+    LOST = "lost"
+    """The lease was not this caller's any more. Nothing was changed."""
+
+
+class Extended(Value, frozen=True):
+    """The leases among those named that are lost, and those whose job should stop."""
+
+    lost: list[Lease]
+    cancel_asked: list[Lease]
+
+
+class Cancelled(StrEnum):
+    """What a cancel did. Truthy only where the job will certainly not run (again)."""
+
+    CANCELLED = "cancelled"
+    ASKED = "asked"
+    """It runs; its worker is told at the next beat."""
+    FINISHED = "finished"
+    MISSING = "missing"
+
+    def __bool__(self) -> bool:
+        return self is Cancelled.CANCELLED
+
+
+class Kept(StrEnum):
+    KEPT = "kept"
+    LIVE = "live"
+    """The job has not ended; the length counts from its end (or, with `at_least`, from now)."""
+    MISSING = "missing"
+
+
+class Page(Value, frozen=True):
+    """Some jobs, without payloads and results; `after` continues, None at the end."""
+
+    jobs: list[Job]
+    after: str | None
+
+
+class Swept(Value, frozen=True):
+    overdue: list[str]
+    """Leases seen past their deadline; their holders have half a lease to show up."""
+    stalled: list[str]
+    """Jobs taken back."""
+    forgotten: int
+    more: bool
+    """The limit was reached: sweep again."""
+    next_sweep_at: int | None
+
+
+class QueueStats(Value, frozen=True):
+    queue: str
+    ready: int
+    scheduled: int
+    running: int
+    retrying: int
+    deferred: int
+    completed: int
+    failed: int
+    cancelled: int
+    oldest_ready_ms: int
+    paused: bool
+    reason: str
+    workers: list[str]
+    """Live workers that say they serve this queue."""
+    totals: dict[str, int]
+    """How often each event has happened, since the queue was made; rates are differences of these."""
+
+
+class WorkerStats(Value, frozen=True):
+    worker: str
+    facts: dict[str, str | int | list[str]]
+    beat_at: int
+    expires_at: int
+    evict_asked: bool
+
+
+class Snapshot(Value, frozen=True):
+    now: int
+    queues: list[QueueStats]
+    workers: list[WorkerStats]
+
+
+class Orders(Value, frozen=True):
+    """What the storage has to tell a worker when it announces itself."""
+
+    evict: bool
+
+
+class Problem(Value, frozen=True):
+    """A broken invariant. `kind` is one of the audit's list in docs/invariants.md."""
+
+    kind: str
+    queue: str
+    id: str
+    detail: str
+
+
+class Repaired(Value, frozen=True):
+    """One step of an audit or a repair; `cursor` continues, None at the end."""
+
+    problems: list[Problem]
+    checked: int
+    cursor: str | None
+
+
+class Kind(StrEnum):
+    """What can happen to a job. A queue's totals count exactly these."""
+
+    ENQUEUED = "enqueued"
+    UPDATED = "updated"
+    DEFERRED = "deferred"
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    CANCEL_ASKED = "cancel_asked"
+    RETRIED = "retried"
+    TIMED_OUT = "timed_out"
+    STALLED = "stalled"
+    RELEASED = "released"
+    PROMOTED = "promoted"
+    FORGOTTEN = "forgotten"
+    PURGED = "purged"
+
+
+STARTS = frozenset({Kind.ENQUEUED, Kind.PROMOTED})
+ENDS = frozenset({Kind.COMPLETED, Kind.FAILED, Kind.CANCELLED, Kind.PURGED})
+"""Every start has one end, once nothing of the queue is live: `audit` checks that the totals say so."""
+ENDS_A_WAIT = ENDS | {Kind.CANCEL_ASKED, Kind.FORGOTTEN}
+RETURNS = frozenset({Kind.RETRIED, Kind.TIMED_OUT, Kind.STALLED, Kind.RELEASED})
+MAKES_READY = STARTS | RETURNS | {Kind.UPDATED}
+
+
+class Event(Value, frozen=True):
+    """A hint that something happened. Hints may be lost, repeated or late; the record is the truth."""
+
+    kind: Kind
+    queue: str
+    id: str
+    generation: int
+    run_at: int = 0
+    """When the job is due, where the event left it waiting."""
+
+
+class Topic(Value, frozen=True):
+    """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything."""
+
+    queue: str
+    only: Literal["ready", "ends", "all"] = "all"
+    id: str | None = None
+
+    def covers(self, event: Event) -> bool:
+        if event.queue != self.queue or (self.id is not None and event.id != self.id):
+            return False
+        if self.only == "ready":
+            return event.kind in MAKES_READY
+        return self.only == "all" or event.kind in ENDS_A_WAIT

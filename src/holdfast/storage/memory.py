@@ -1,0 +1,235 @@
+"""Jobs in the memory of one process: a real storage, the tests' oracle, and what users' own tests run on.
+
+Indexes are sorted lists. `memory://name` is shared by everyone in the process who names it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.jobs import PRIORITIES, Event, Job, State, WorkerStats
+from holdfast.storage import checks
+from holdfast.storage.checks import id_bytes
+from holdfast.storage.engine import Change, Engine, Found, Key, Ledger, count, index_of, view_of
+from holdfast.storage.local import LocalStorage
+
+T = TypeVar("T")
+Entry = tuple[Key, bytes]
+
+
+class MemoryQueue:
+    """The records of one queue and the five indexes over them."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.records: dict[bytes, Job] = {}
+        self.indexes: dict[str, list[Entry]] = {state: [] for state in State}
+
+    def place(self, key: bytes, job: Job) -> None:
+        index, at = index_of(job)
+        bisect.insort(self.indexes[index], (at, key))
+
+    def displace(self, key: bytes, job: Job) -> None:
+        index, at = index_of(job)
+        entries = self.indexes[index]
+        place = bisect.bisect_left(entries, (at, key))
+        if place < len(entries) and entries[place] == (at, key):
+            del entries[place]
+
+    def entry(self, key: bytes, job: Job) -> tuple[str | None, Key]:
+        """Where a record stands: its own place, or none if it is not there."""
+        index, at = index_of(job)
+        entries = self.indexes[index]
+        place = bisect.bisect_left(entries, (at, key))
+        return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
+
+    def upto(self, state: State, now: int, limit: int) -> list[Job]:
+        """The first records of a time-ordered index that are due by now."""
+        entries = self.indexes[state]
+        end = bisect.bisect_left(entries, ((now + 1,), b""))
+        return [self.records[key] for _, key in entries[: min(end, limit)]]
+
+
+class MemoryTable:
+    """A `Table` of plain dicts and lists."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, MemoryQueue] = {}
+        self._workers: dict[str, WorkerStats] = {}
+        self.events: list[Event] = []
+
+    def ledger(self, queue: str) -> Ledger | None:
+        found = self._queues.get(queue)
+        return None if found is None else found.ledger
+
+    def open(self, queue: str) -> Ledger:
+        return self._queues.setdefault(queue, MemoryQueue()).ledger
+
+    def queues(self) -> list[str]:
+        return list(self._queues)
+
+    def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
+        if queue not in self._queues:
+            return {}
+        records = self._queues[queue].records
+        return {id: job for id in ids if (job := records.get(id_bytes(id))) is not None}
+
+    def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        into = self._queues[queue]
+        for change in changes:
+            key = id_bytes(change.id)
+            if change.before is not None:
+                into.displace(key, change.before)
+                count(into.ledger, change.before.state, view_of(change.before), -1)
+            if change.after is not None:
+                into.records[key] = change.after
+                into.place(key, change.after)
+                count(into.ledger, change.after.state, view_of(change.after), 1)
+            else:
+                del into.records[key]
+        self.events.extend(events)
+
+    def write_ledger(self, queue: str) -> None:
+        pass
+
+    def drop(self, queue: str) -> None:
+        del self._queues[queue]
+
+    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for low, high in self._spans(queue, now):
+            entries = self._queues[queue].indexes[State.WAITING][low : min(high, low + limit - len(found))]
+            found += [self._queues[queue].records[key] for _, key in entries]
+        return found
+
+    def heads(self, queue: str, now: int) -> list[Job]:
+        source = self._queues[queue]
+        entries = source.indexes[State.WAITING]
+        return [source.records[entries[low][1]] for low, high in self._spans(queue, now) if low < high]
+
+    def next_run_at(self, queue: str) -> int | None:
+        entries = self._queues[queue].indexes[State.WAITING]
+        firsts = (bisect.bisect_left(entries, ((-priority,), b"")) for priority in PRIORITIES)
+        return min((entries[first][0][1] for first in firsts if first < len(entries)), default=None)
+
+    def scheduled(self, queue: str, now: int) -> int:
+        due = sum(high - low for low, high in self._spans(queue, now))
+        return len(self._queues[queue].indexes[State.WAITING]) - due
+
+    def _spans(self, queue: str, now: int) -> list[tuple[int, int]]:
+        """Which part of each priority's stretch of the index is due, the highest priority first."""
+        entries = self._queues[queue].indexes[State.WAITING]
+        return [
+            (
+                bisect.bisect_left(entries, ((-priority,), b"")),
+                bisect.bisect_left(entries, ((-priority, now + 1), b"")),
+            )
+            for priority in reversed(PRIORITIES)
+        ]
+
+    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._queues[queue].upto(State.RUNNING, now, limit)
+
+    def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
+        source = self._queues[queue]
+        jobs = (source.records[key] for _, key in source.indexes[State.RUNNING])
+        return [job for job in jobs if job.worker == worker][:limit]
+
+    def next_sweep_at(self, queue: str) -> int | None:
+        entries = self._queues[queue].indexes[State.RUNNING]
+        return entries[0][0][0] if entries else None
+
+    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
+            found += self._queues[queue].upto(state, now, limit - len(found))
+        return found
+
+    def page(self, queue: str, state: State | None, after: str | None, limit: int) -> tuple[list[Job], str | None]:
+        if queue not in self._queues:
+            return [], None
+        source = self._queues[queue]
+        entries = [((), key) for key in sorted(source.records)] if state is None else source.indexes[state]
+        start = 0 if after is None else bisect.bisect_right(entries, checks.decode_cursor(after))
+        chosen = entries[start : start + limit]
+        more = start + limit < len(entries)
+        return [source.records[key] for _, key in chosen], checks.encode_cursor(*chosen[-1]) if more else None
+
+    def workers(self) -> list[WorkerStats]:
+        return list(self._workers.values())
+
+    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+        if stats is None:
+            del self._workers[worker]
+        else:
+            self._workers[worker] = stats
+
+    def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]:
+        source = self._queues[queue]
+        keys = sorted(key for key in source.records if after is None or key > id_bytes(after))[:limit]
+        return [
+            Found(checks.clean_id(key), job, job.payload, *source.entry(key, job))
+            for key, job in ((key, source.records[key]) for key in keys)
+        ]
+
+    def tally(self, queue: str) -> dict[str, int]:
+        counted = Ledger()
+        for job in self._queues[queue].records.values():
+            count(counted, job.state, view_of(job), 1)
+        return counted.counts
+
+    def check_indexes(self, queue: str) -> list[str]:
+        source = self._queues[queue]
+        strays: list[str] = []
+        for index, entries in source.indexes.items():
+            for at, key in entries:
+                job = source.records.get(key)
+                if job is None:
+                    strays.append(f"{index} names {key!r:.80}, which has no record")
+                elif index_of(job) != (index, at):
+                    strays.append(f"{index} names {key!r:.80}, which belongs into {index_of(job)[0]}")
+        return strays
+
+    def rebuild_indexes(self, queue: str) -> None:
+        source = self._queues[queue]
+        source.indexes = {state: [] for state in State}
+        for key, job in source.records.items():
+            source.place(key, job)
+
+
+class MemoryStorage(LocalStorage):
+    """Jobs in this process's memory. Gone with the process."""
+
+    def __init__(
+        self, name: str = "", *, clock: Clock | None = None, max_payload: int = checks.MAX_PAYLOAD_BYTES
+    ) -> None:
+        super().__init__(max_payload)
+        self.name = name
+        self.table = MemoryTable()
+        self._engine = Engine(self.table, clock or SystemClock())
+        self._lock = threading.Lock()
+        self._opened = 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryStorage memory://{self.name}>"
+
+    async def __aenter__(self) -> MemoryStorage:
+        self._opened += 1
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._opened -= 1
+        if not self._opened:
+            await super().__aexit__(*exc)
+
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        self._check_open()
+        with self._lock:
+            result = verb(self._engine)
+            events, self.table.events = self.table.events, []
+        self._hub.publish(events)
+        return result

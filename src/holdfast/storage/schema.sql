@@ -1,0 +1,51 @@
+-- Layout 1. Every table is prefixed, so that Holdfast can live in a file of yours.
+-- Times are integer microseconds in the queue's time (see clock.py).
+
+CREATE TABLE IF NOT EXISTS holdfast_meta (
+  key   TEXT PRIMARY KEY,                 -- 'layout': the version of all this
+  value INTEGER NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS holdfast_queues (
+  queue     INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice
+  namespace TEXT NOT NULL,
+  name      TEXT NOT NULL,
+  ledger    BLOB NOT NULL,                -- msgpack: the queue's time, counts, totals, pause
+  UNIQUE (namespace, name)
+);
+
+-- One row per job. The columns are what indexes and counts need; `rest` is the rest of the record, as msgpack.
+CREATE TABLE IF NOT EXISTS holdfast_jobs (
+  job      INTEGER PRIMARY KEY,
+  queue    INTEGER NOT NULL,
+  id       BLOB NOT NULL,
+  state    TEXT NOT NULL,                 -- waiting, running, completed, failed, cancelled
+  view     TEXT,                          -- retrying, deferred
+  priority INTEGER NOT NULL,              -- 0..9, higher first
+  run_at   INTEGER NOT NULL,
+  arrival  INTEGER NOT NULL,
+  until_at INTEGER,                       -- running: the lease's deadline; finished: the forget time; waiting: NULL
+  worker   TEXT,                          -- running: who holds the lease
+  payload  BLOB,
+  rest     BLOB NOT NULL,
+  UNIQUE (queue, id)
+);
+
+-- A job is in exactly one of these two.
+CREATE INDEX IF NOT EXISTS holdfast_waiting ON holdfast_jobs (queue, priority, run_at, arrival) WHERE until_at IS NULL;
+CREATE INDEX IF NOT EXISTS holdfast_until ON holdfast_jobs (queue, state, until_at, id) WHERE until_at IS NOT NULL;
+
+CREATE TABLE IF NOT EXISTS holdfast_workers (
+  namespace TEXT NOT NULL,
+  worker    TEXT NOT NULL,
+  stats     BLOB NOT NULL,                -- msgpack: what the worker announced, and until when that holds
+  PRIMARY KEY (namespace, worker)
+) WITHOUT ROWID;
+
+-- Who wants to be told of what: the datagram sockets of other processes on this file.
+CREATE TABLE IF NOT EXISTS holdfast_listeners (
+  address TEXT NOT NULL,
+  queue   TEXT NOT NULL,                  -- namespace/name
+  topic   TEXT NOT NULL,                  -- ready, ends, all
+  PRIMARY KEY (address, queue, topic)
+) WITHOUT ROWID;

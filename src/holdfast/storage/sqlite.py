@@ -1,0 +1,203 @@
+"""Jobs in one SQLite file, for any number of processes on one host: the embedded default.
+
+Writes and short reads share one lane (lane.py), reads that may be long have another. What happened is told to the
+other processes on the file by datagram (wake.py). The records are rows (sqlite_table.py, schema.sql).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from importlib import resources
+from pathlib import Path
+from typing import Self, TypeVar
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.errors import LayoutTooNew, OptionError
+from holdfast.jobs import Event, Topic
+from holdfast.storage import checks, wake
+from holdfast.storage.engine import Engine
+from holdfast.storage.lane import BUSY_S, Lane, as_holdfast_error, is_busy
+from holdfast.storage.local import LocalStorage
+from holdfast.storage.sqlite_table import SqliteTable
+
+LAYOUT = 1
+"""The version of schema.sql. A file with a higher one is refused."""
+CACHE_KIB = 65_536
+SYNCHRONOUS = ("OFF", "NORMAL", "FULL", "EXTRA")
+
+T = TypeVar("T")
+log = logging.getLogger("holdfast.sqlite")
+
+
+class SqliteStorage(LocalStorage):
+    """Jobs in one SQLite file. With `synchronous` NORMAL it survives any kill, with FULL a power cut too."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        namespace: str = "hf",
+        synchronous: str = "NORMAL",
+        clock: Clock | None = None,
+        max_payload: int = checks.MAX_PAYLOAD_BYTES,
+    ) -> None:
+        super().__init__(max_payload)
+        self.path = Path(path).absolute()
+        self.namespace = checks.check_namespace(namespace)
+        self._clock = clock or SystemClock()
+        self._synchronous = synchronous.upper()
+        if self._synchronous not in SYNCHRONOUS:
+            raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
+        self._ear: wake.Ear | wake.Poll | None = None
+        self._mouth = wake.Mouth()
+        self._heard: set[tuple[str, str]] = set()
+
+    def __repr__(self) -> str:
+        return f"<SqliteStorage {self.path}>"
+
+    async def __aenter__(self) -> Self:
+        waits_for_disk = self._synchronous in ("FULL", "EXTRA")
+        self._writer = Lane(self.path, self._connect, self._tell, waits_for_disk=waits_for_disk)
+        await self._writer.open()
+        self._reader = Lane(self.path, self._connect)
+        await self._reader.open()
+        log.info("jobs are in %s", self.path)
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        if isinstance(self._ear, wake.Ear):
+            address = self._ear.address
+            await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
+        if self._ear is not None:
+            await asyncio.to_thread(self._ear.close)
+        self._ear = None
+        self._heard.clear()
+        await self._writer.close()
+        await self._reader.close()
+        self._mouth.close()
+
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        self._check_open()
+        return await self._writer.call(verb, writes=writes, items=items)
+
+    async def _look(self, verb: Callable[[Engine], T]) -> T:
+        self._check_open()
+        return await self._reader.call(verb, writes=False)
+
+    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return _Listening(self, super().subscribe(*topics), topics)
+
+    async def listen(self, topics: Sequence[Topic]) -> None:
+        """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""
+        wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._heard
+        if self._ear is None:
+            self._ear = self._open_ear()
+        if isinstance(self._ear, wake.Ear) and wanted:
+            rows = [(self._ear.address, queue, only) for queue, only in wanted]
+            await self._writer.call(lambda _: self._writer.table.add_listeners(rows), writes=True)
+        self._heard |= wanted
+
+    def _open_ear(self) -> wake.Ear | wake.Poll:
+        try:
+            return wake.Ear(self.path, self._hear)
+        except (OSError, AttributeError) as error:
+            log.warning("no socket beside %s (%s): looking every %.0f ms instead", self.path, error, 1000 * wake.POLL_S)
+            return wake.Poll(self.path, self._hub.poke)
+
+    def _hear(self, namespace: str, events: Sequence[Event]) -> None:
+        if namespace == self.namespace:
+            self._hub.publish(events)
+
+    def _tell(self, table: SqliteTable) -> None:
+        """After a commit, on the lane's thread: tell this process, and those that listen in others."""
+        self._hub.publish(table.events)
+        own = self._ear.address if isinstance(self._ear, wake.Ear) else None
+        for address, queue, only in table.listeners:
+            if address == own or address in table.gone:
+                continue
+            namespace, _, name = queue.partition("/")
+            topic = Topic(name, only)
+            wanted = [event for event in table.events if namespace == self.namespace and topic.covers(event)]
+            if wanted and not self._mouth.tell(address, namespace, wanted):
+                table.gone.add(address)
+
+    def _connect(self) -> tuple[sqlite3.Connection, SqliteTable, Engine]:
+        """Open the file, make or check its layout. Called on the thread that will own the connection."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                db = self._open()
+                table = SqliteTable(db, self.namespace, self._clock)
+                return db, table, Engine(table, self._clock)
+            except sqlite3.Error as error:
+                if not is_busy(error) or time.monotonic() > deadline:
+                    raise as_holdfast_error(error, self.path) from error
+                time.sleep(0.005)
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
+        )
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {self._synchronous}")
+            db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            _prepare_layout(db, self.path)
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
+            db.execute("PRAGMA busy_timeout = 0")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+class _Listening:
+    """A subscription that other processes are asked to feed, too."""
+
+    def __init__(
+        self,
+        storage: SqliteStorage,
+        inner: AbstractAsyncContextManager[AsyncIterator[Event]],
+        topics: Sequence[Topic],
+    ) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._topics = topics
+
+    async def __aenter__(self) -> AsyncIterator[Event]:
+        events = await self._inner.__aenter__()
+        try:
+            await self._storage.listen(self._topics)
+        except BaseException:
+            await self._inner.__aexit__(None, None, None)
+            raise
+        return events
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.__aexit__(None, None, None)
+
+
+def _prepare_layout(db: sqlite3.Connection, path: Path) -> None:
+    layout = _layout(db)
+    if layout is None:
+        schema = resources.files("holdfast.storage").joinpath("schema.sql").read_text()
+        version = f"INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', {LAYOUT});"
+        db.executescript(f"BEGIN IMMEDIATE; {schema} {version} COMMIT;")
+    elif layout > LAYOUT:
+        raise LayoutTooNew(
+            f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
+        )
+
+
+def _layout(db: sqlite3.Connection) -> int | None:
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'holdfast_meta'").fetchone():
+        return None
+    row = db.execute("SELECT value FROM holdfast_meta WHERE key = 'layout'").fetchone()
+    return None if row is None else int(row[0])

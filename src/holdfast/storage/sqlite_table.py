@@ -1,0 +1,465 @@
+"""Records as rows: the `Table` of a SQLite connection, and the only place that knows the columns.
+
+It neither begins nor commits: whoever owns the connection does. Ledgers are read once and written with the step;
+they are kept from one transaction to the next for as long as no other connection has written to the file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast import machine
+from holdfast.clock import Clock
+from holdfast.jobs import PRIORITIES, Event, Job, Outcome, Run, State, Work, WorkerStats
+from holdfast.storage.checks import clean_id, decode_cursor, encode_cursor, id_bytes
+from holdfast.storage.engine import Change, Found, Key, Ledger, count, index_of, view_of
+
+Row = tuple[Any, ...]
+
+_COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
+
+_INSERT = (
+    "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_UPDATE = (
+    "UPDATE holdfast_jobs SET state = ?, view = ?, priority = ?, run_at = ?, arrival = ?, until_at = ?, worker = ?,"
+    " rest = ?{payload} WHERE queue = ? AND id = ?"
+)
+_UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
+_UPDATE_MOST = _UPDATE.format(payload="")
+_DELETE = "DELETE FROM holdfast_jobs WHERE queue = ? AND id = ?"
+
+_DUE = (
+    " UNION ALL ".join(
+        f"SELECT * FROM (SELECT {_COLUMNS} FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at <= ?2"
+        " ORDER BY run_at, arrival LIMIT ?3)"
+        for priority in reversed(PRIORITIES)
+    )
+    + " LIMIT ?4"
+)
+"""What is due, the highest priority first: ten looks into the index, each cut off at the limit."""
+
+_NEXT_RUN_AT = "SELECT min(run_at) FROM ({})".format(
+    " UNION ALL ".join(
+        "SELECT * FROM (SELECT run_at FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} ORDER BY run_at LIMIT 1)"
+        for priority in PRIORITIES
+    )
+)
+_SCHEDULED = "SELECT sum(n) FROM ({})".format(
+    " UNION ALL ".join(
+        "SELECT count(*) AS n FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at > ?2"
+        for priority in PRIORITIES
+    )
+)
+_PAGE_UNTIL = (
+    f"SELECT {_COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
+    " AND (until_at, id) > (?, ?) ORDER BY until_at, id LIMIT ?"
+)
+_PAGE_WAITING = (
+    f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND until_at IS NULL"
+    " AND priority = ? AND (run_at, arrival) > (?, ?) ORDER BY run_at, arrival LIMIT ?"
+)
+
+
+class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a row's columns leave out of a `Job`, in the order in which it is stored. Only ever add at the end."""
+
+    generation: int
+    wall_at: int
+    named: bool
+    attempts: int
+    retries: int
+    stalls: int
+    timeouts: int
+    error: bytes | None
+    run: Run | None
+    outcome: Outcome | None
+    previous: Outcome | None
+    keep_ms: int | None
+    keep_until_at: int
+    codec: str
+    timeout_ms: int | None
+    max_retries: int | None
+    max_stalls: int | None
+    max_timeouts: int | None
+    result_ttl_ms: int | None
+    dedup_ttl_ms: int | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_rest = msgspec.msgpack.Decoder(_Rest).decode
+_decode_ledger = msgspec.msgpack.Decoder(Ledger).decode
+_decode_worker = msgspec.msgpack.Decoder(WorkerStats).decode
+
+
+def _rest_of(job: Job) -> bytes:
+    work = job.work
+    return _encode(
+        (
+            job.generation,
+            job.wall_at,
+            job.named,
+            job.attempts,
+            job.retries,
+            job.stalls,
+            job.timeouts,
+            job.error,
+            job.run,
+            job.outcome,
+            job.previous,
+            job.keep_ms,
+            job.keep_until_at,
+            work.codec,
+            work.timeout_ms,
+            work.max_retries,
+            work.max_stalls,
+            work.max_timeouts,
+            work.result_ttl_ms,
+            work.dedup_ttl_ms,
+        )
+    )
+
+
+def _job_of(row: Row) -> Job:
+    """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
+    id, _, _, priority, run_at, arrival, payload, packed = row[:8]
+    rest = _decode_rest(packed)
+    if payload is not None and not isinstance(payload, bytes):
+        raise msgspec.ValidationError("a payload is a blob")
+    work = Work(
+        payload,
+        rest.codec,
+        priority,
+        rest.timeout_ms,
+        rest.max_retries,
+        rest.max_stalls,
+        rest.max_timeouts,
+        rest.result_ttl_ms,
+        rest.dedup_ttl_ms,
+    )
+    return Job(
+        clean_id(id),
+        work,
+        rest.generation,
+        run_at,
+        arrival,
+        rest.wall_at,
+        rest.named,
+        rest.attempts,
+        rest.retries,
+        rest.stalls,
+        rest.timeouts,
+        rest.error,
+        rest.run,
+        rest.outcome,
+        rest.previous,
+        rest.keep_ms,
+        rest.keep_until_at,
+    )
+
+
+def _until_at(job: Job) -> int | None:
+    return None if job.run is None and job.outcome is None else index_of(job)[1][0]
+
+
+class SqliteTable:
+    """The jobs of one namespace in one file, through one connection."""
+
+    def __init__(self, connection: sqlite3.Connection, namespace: str, clock: Clock) -> None:
+        self._db = connection
+        self._namespace = namespace
+        self._clock = clock
+        self._numbers: dict[str, int] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        self._dirty: set[str] = set()
+        self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
+        self._data_version = -1
+        self.events: list[Event] = []
+        self.listeners: list[tuple[str, str, Literal["ready", "ends", "all"]]] = []
+        """Who wants to be told, in all processes: address, namespace/queue, topic."""
+        self.gone: set[str] = set()
+        """Addresses that nobody has any more; struck off with the next write."""
+
+    def begin(self) -> None:
+        """Call first in a transaction: drop what other connections may have changed since the last one."""
+        self._damaged.clear()
+        self.events = []
+        (version,) = self._db.execute("PRAGMA data_version").fetchone()
+        if version != self._data_version:
+            self.forget_cache()
+            self._data_version = version
+            self.listeners = self._db.execute("SELECT address, queue, topic FROM holdfast_listeners").fetchall()
+
+    def flush(self) -> None:
+        """Call last in a transaction: write the ledgers that have changed."""
+        if self.gone and self._dirty:
+            for address in self.gone:
+                self.remove_listener(address)
+            self.listeners = [listener for listener in self.listeners if listener[0] not in self.gone]
+            self.gone.clear()
+        for queue in self._dirty:
+            row = (_encode(self._ledgers[queue]), self._numbers[queue])
+            self._db.execute("UPDATE holdfast_queues SET ledger = ? WHERE queue = ?", row)
+        self._dirty.clear()
+
+    def forget_cache(self) -> None:
+        """Call after a rollback: what was read or changed then may never have been."""
+        self._numbers.clear()
+        self._ledgers.clear()
+        self._dirty.clear()
+        self._data_version = -1
+
+    def ledger(self, queue: str) -> Ledger | None:
+        ledger = self._ledgers.get(queue)
+        if ledger is None:
+            row = self._db.execute(
+                "SELECT queue, ledger FROM holdfast_queues WHERE namespace = ? AND name = ?", (self._namespace, queue)
+            ).fetchone()
+            if row is None:
+                return None
+            self._numbers[queue] = row[0]
+            try:
+                ledger = _decode_ledger(row[1])
+            except msgspec.DecodeError:
+                ledger = self._rebuilt_ledger(queue)
+            self._ledgers[queue] = ledger
+        return ledger
+
+    def _rebuilt_ledger(self, queue: str) -> Ledger:
+        """A ledger that cannot be read is made anew: the records tell the counts and the newest stamp."""
+        ledger = Ledger(counts=self.tally(queue))
+        (arrival,) = self._db.execute(
+            "SELECT max(arrival) FROM holdfast_jobs WHERE queue = ?", (self._numbers[queue],)
+        ).fetchone()
+        ledger.time.last_stamp = max(arrival or 0, self._clock.now_us())
+        ledger.time.last_at = ledger.time.last_stamp
+        live = ledger.counts.get(State.WAITING, 0) + ledger.counts.get(State.RUNNING, 0)
+        ledger.totals = {"enqueued": live}
+        self._dirty.add(queue)
+        return ledger
+
+    def open(self, queue: str) -> Ledger:
+        ledger = self.ledger(queue)
+        if ledger is None:
+            ledger = self._ledgers[queue] = Ledger()
+            cursor = self._db.execute(
+                "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
+                (self._namespace, queue, _encode(ledger)),
+            )
+            assert cursor.lastrowid is not None
+            self._numbers[queue] = cursor.lastrowid
+        return ledger
+
+    def queues(self) -> list[str]:
+        rows = self._db.execute("SELECT name FROM holdfast_queues WHERE namespace = ?", (self._namespace,))
+        return [name for (name,) in rows]
+
+    def drop(self, queue: str) -> None:
+        self._db.execute("DELETE FROM holdfast_queues WHERE queue = ?", (self._numbers.pop(queue),))
+        del self._ledgers[queue]
+        self._dirty.discard(queue)
+
+    def write_ledger(self, queue: str) -> None:
+        self._dirty.add(queue)
+
+    def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
+        if self.ledger(queue) is None:
+            return {}
+        keys = {id_bytes(id) for id in ids}
+        marks = ",".join("?" * len(keys))
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
+        )
+        return {job.id: job for job in self._read(queue, rows)}
+
+    def _read(self, queue: str, rows: Iterable[Row]) -> list[Job]:
+        jobs: list[Job] = []
+        for row in rows:
+            try:
+                jobs.append(_job_of(row))
+            except msgspec.DecodeError:
+                self._damaged[self._numbers[queue], row[0]] = (row[1], row[2])
+                jobs.append(machine.damaged(clean_id(row[0]), _bytes(row[6]), self._clock.now_us()))
+        return jobs
+
+    def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        number, ledger = self._numbers[queue], self._ledgers[queue]
+        inserts: list[Row] = []
+        updates: list[Row] = []
+        updates_all: list[Row] = []
+        deletes: list[Row] = []
+        for change in changes:
+            key, before, after = id_bytes(change.id), change.before, change.after
+            if before is not None:
+                old = self._damaged.pop((number, key), (before.state, view_of(before)))
+                count(ledger, *old, -1)
+            if after is None:
+                deletes.append((number, key))
+                continue
+            state, view = after.state, view_of(after)
+            count(ledger, state, view, 1)
+            work, until_at, worker = after.work, _until_at(after), after.worker
+            place = (state, view, work.priority, after.run_at, after.arrival, until_at, worker)
+            if before is None:
+                inserts.append((number, key, *place, work.payload, _rest_of(after)))
+            elif before.work is work:
+                updates.append((*place, _rest_of(after), number, key))
+            else:
+                updates_all.append((*place, _rest_of(after), work.payload, number, key))
+        for statement, rows in (
+            (_DELETE, deletes),
+            (_INSERT, inserts),
+            (_UPDATE_MOST, updates),
+            (_UPDATE_ALL, updates_all),
+        ):
+            if rows:
+                self._db.executemany(statement, rows)
+        self._dirty.add(queue)
+        self.events.extend(events)
+
+    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
+
+    def heads(self, queue: str, now: int) -> list[Job]:
+        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, 1, len(PRIORITIES))))
+
+    def next_run_at(self, queue: str) -> int | None:
+        found: int | None = self._db.execute(_NEXT_RUN_AT, (self._numbers[queue],)).fetchone()[0]
+        return found
+
+    def scheduled(self, queue: str, now: int) -> int:
+        found: int = self._db.execute(_SCHEDULED, (self._numbers[queue], now)).fetchone()[0]
+        return found
+
+    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._upto(queue, State.RUNNING, now, limit)
+
+    def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
+            " AND worker = ? ORDER BY until_at, id LIMIT ?",
+            (self._numbers[queue], worker, limit),
+        )
+        return self._read(queue, rows)
+
+    def next_sweep_at(self, queue: str) -> int | None:
+        found: int | None = self._db.execute(
+            "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL",
+            (self._numbers[queue],),
+        ).fetchone()[0]
+        return found
+
+    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
+            if len(found) < limit:
+                found += self._upto(queue, state, now, limit - len(found))
+        return found
+
+    def _upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+            " ORDER BY until_at, id LIMIT ?",
+            (self._numbers[queue], state, now, limit),
+        )
+        return self._read(queue, rows)
+
+    def page(self, queue: str, state: State | None, after: str | None, limit: int) -> tuple[list[Job], str | None]:
+        if self.ledger(queue) is None:
+            return [], None
+        number = self._numbers[queue]
+        key, id = ((), b"") if after is None else decode_cursor(after)
+        if state is State.WAITING:
+            rows = self._page_waiting(number, key, limit + 1)
+        elif state is None:
+            statement = f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?"
+            rows = self._db.execute(statement, (number, id, limit + 1)).fetchall()
+        else:
+            until_at = key[0] if key else -1
+            rows = self._db.execute(_PAGE_UNTIL, (number, state, until_at, id, limit + 1)).fetchall()
+        jobs = self._read(queue, rows[:limit])
+        if len(rows) <= limit:
+            return jobs, None
+        last = rows[limit - 1]
+        return jobs, encode_cursor(_cursor_key(state, last), last[0])
+
+    def _page_waiting(self, number: int, key: Key, limit: int) -> list[Row]:
+        rows: list[Row] = []
+        first, run_at, arrival = (-key[0], key[1], key[2]) if key else (PRIORITIES[-1], -1, -1)
+        for priority in range(first, -1, -1):
+            if len(rows) < limit:
+                wanted = (number, priority, run_at, arrival, limit - len(rows))
+                rows += self._db.execute(_PAGE_WAITING, wanted).fetchall()
+            run_at = arrival = -1
+        return rows
+
+    def workers(self) -> list[WorkerStats]:
+        rows = self._db.execute("SELECT stats FROM holdfast_workers WHERE namespace = ?", (self._namespace,))
+        return [_decode_worker(stats) for (stats,) in rows]
+
+    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+        if stats is None:
+            self._db.execute(
+                "DELETE FROM holdfast_workers WHERE namespace = ? AND worker = ?", (self._namespace, worker)
+            )
+        else:
+            self._db.execute(
+                "INSERT OR REPLACE INTO holdfast_workers VALUES (?, ?, ?)", (self._namespace, worker, _encode(stats))
+            )
+
+    def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]:
+        rows = self._db.execute(
+            f"SELECT {_COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
+            (self._numbers[queue], b"" if after is None else id_bytes(after), limit),
+        )
+        return [_found(row) for row in rows]
+
+    def tally(self, queue: str) -> dict[str, int]:
+        counted = Ledger()
+        for state, view, n in self._db.execute(
+            "SELECT state, view, count(*) FROM holdfast_jobs WHERE queue = ? GROUP BY state, view",
+            (self._numbers[queue],),
+        ):
+            count(counted, state, view, n)
+        return counted.counts
+
+    def check_indexes(self, queue: str) -> list[str]:
+        rows = self._db.execute("PRAGMA integrity_check(holdfast_jobs)").fetchall()
+        return [text for (text,) in rows if text != "ok"]
+
+    def rebuild_indexes(self, queue: str) -> None:
+        self._db.execute("REINDEX holdfast_jobs")
+
+    def add_listeners(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        self._db.executemany("INSERT OR IGNORE INTO holdfast_listeners VALUES (?, ?, ?)", rows)
+
+    def remove_listener(self, address: str) -> None:
+        self._db.execute("DELETE FROM holdfast_listeners WHERE address = ?", (address,))
+
+
+def _bytes(value: object) -> bytes | None:
+    return value if isinstance(value, bytes) else None
+
+
+def _cursor_key(state: State | None, row: Row) -> Key:
+    if state is None:
+        return ()
+    return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)
+
+
+def _found(row: Row) -> Found:
+    try:
+        job: Job | None = _job_of(row)
+    except msgspec.DecodeError:
+        job = None
+    state, until_at = row[1], row[8]
+    key: Key = (-row[3], row[4], row[5]) if until_at is None else (until_at,)
+    return Found(clean_id(row[0]), job, _bytes(row[6]), state, key)

@@ -1,0 +1,116 @@
+"""Hints between processes on one SQLite file: each process that listens has a datagram socket beside the file.
+
+Whoever commits sends what happened to the sockets registered for it. A datagram may be lost (a full buffer, a process
+just gone): it is a hint. Where there are no Unix sockets, `Poll` looks at the file's version instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.jobs import Event
+
+MAX_ADDRESS_BYTES = 100
+"""What a Unix socket's path may have on every system we know."""
+EVENTS_PER_DATAGRAM = 100
+POLL_S = 0.02
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[str, list[Event]]).decode
+
+
+class Ear:
+    """This process's socket, and the thread that reads it."""
+
+    def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
+        self._hear = hear
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.address = _address(beside)
+        self._socket.bind(self.address)
+        os.chmod(self.address, 0o600)
+        self._thread = threading.Thread(target=self._listen, name="holdfast-ear", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            data = self._socket.recv(262_144)
+            if not data:
+                return
+            try:
+                self._hear(*_decode(data))
+            except msgspec.DecodeError:
+                continue  # A newer release, or noise. It was only a hint.
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", self.address)
+        self._thread.join()
+        self._socket.close()
+        Path(self.address).unlink(missing_ok=True)
+
+
+class Mouth:
+    """What a process speaks through."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def tell(self, address: str, namespace: str, events: Sequence[Event]) -> bool:
+        """Send hints, without waiting. False if nobody has that address any more."""
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+        for start in range(0, len(events), EVENTS_PER_DATAGRAM):
+            try:
+                self._socket.sendto(_encode((namespace, events[start : start + EVENTS_PER_DATAGRAM])), address)
+            except (ConnectionRefusedError, FileNotFoundError):
+                Path(address).unlink(missing_ok=True)  # A killed process leaves its socket behind.
+                return False
+            except OSError:
+                break  # The listener's buffer is full: these hints are lost.
+        return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Poll:
+    """The fallback: look whether the file has changed, and tell everyone to look."""
+
+    def __init__(self, path: Path, poke: Callable[[], None]) -> None:
+        self._path = path
+        self._poke = poke
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="holdfast-poll", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._path, timeout=1.0)) as db:
+            seen = None
+            while not self._stop.wait(POLL_S):
+                version = db.execute("PRAGMA data_version").fetchone()
+                if version != seen:
+                    seen = version
+                    self._poke()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _address(beside: Path) -> str:
+    name = f"{beside.name}-ear-{secrets.token_hex(4)}"
+    near = beside.with_name(name)
+    return str(near) if len(os.fsencode(near)) <= MAX_ADDRESS_BYTES else str(Path(tempfile.gettempdir()) / name[-40:])
