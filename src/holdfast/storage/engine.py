@@ -138,8 +138,8 @@ class _Books:
         self.table = table
         self.queue = queue
         self.ledger = ledger
-        self.time = ledger.time
-        self.now = ledger.time.tick(wall)
+        self.time = msgspec.structs.replace(ledger.time)
+        self.now = self.time.tick(wall)
         self._changes: dict[str, Change] = {}
         self._events: list[Event] = []
 
@@ -215,8 +215,14 @@ class _Books:
             self.note(Kind.FAILED, job.id, job.generation)
 
     def close(self) -> None:
+        """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless
+        it was the first to see the clock step back."""
         if self._changes or self._events:
+            self.ledger.time = self.time
             self.table.write(self.queue, list(self._changes.values()), self._events)
+        elif self.time.skew != self.ledger.time.skew:
+            self.ledger.time = self.time
+            self.table.write_ledger(self.queue)
 
 
 class Engine:
@@ -242,8 +248,8 @@ class Engine:
 
     def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
         books = self._open(queue)
-        replies = _enqueue(books, requests)
         books.sweep_forgotten(FORGET_ON_ENQUEUE)
+        replies = _enqueue(books, requests)
         books.close()
         return replies
 
@@ -370,9 +376,9 @@ class Engine:
         )
 
     def pause(self, queue: str, paused: bool, *, reason: str) -> None:
-        books = self._open(queue)
-        books.ledger.paused = paused
-        books.ledger.reason = reason if paused else ""
+        ledger = self.table.open(queue)
+        ledger.paused = paused
+        ledger.reason = reason if paused else ""
         self.table.write_ledger(queue)
 
     def sweep(self, queue: str, limit: int, *, worker: str | None) -> Swept:
@@ -436,9 +442,10 @@ class Engine:
         return False
 
     def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> Repaired:
-        books = self._books(queue)
-        if books is None:
+        ledger = self.table.ledger(queue)
+        if ledger is None:
             return Repaired([], 0, None)
+        books = _Books(self.table, queue, ledger, self.clock.now_us())
         found = self.table.inspect(queue, cursor, REPAIR_PAGE)
         problems: list[Problem] = []
         for record in found:
@@ -456,6 +463,7 @@ class Engine:
         if at_end:
             problems += _count(self.table, queue, books.ledger, dry_run)
         if problems and not dry_run:
+            ledger.time = books.time
             self.table.write_ledger(queue)
         return Repaired(problems, len(found), None if at_end else found[-1].id)
 

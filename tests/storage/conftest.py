@@ -1,0 +1,39 @@
+"""Every test that takes a `stage` runs once per storage, on a clock of its own, and ends with a clean audit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.clock import ManualClock
+from tests.storage.harness import HARNESSES, Harness
+from tests.storage.stage import Stage
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "harness" in metafunc.fixturenames:
+        wanted: list[str] = metafunc.config.getoption("--storage")
+        harnesses = [_load(name) for name in wanted] or HARNESSES
+        metafunc.parametrize("harness", harnesses, ids=lambda harness: harness.name)
+
+
+def _load(name: str) -> Harness:
+    module, _, attribute = name.partition(":")
+    harness: Harness = getattr(importlib.import_module(module), attribute)()
+    return harness
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def stage(harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with harness.open(clock, tmp_path) as storage:
+        stage = Stage(storage, clock)
+        yield stage
+        assert await stage.problems() == []

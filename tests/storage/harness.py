@@ -1,0 +1,42 @@
+"""How the suite gets at a storage. To run it on one of your own, give `--storage your.module:harness`,
+where `harness` makes an object like these."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.clock import ManualClock
+from holdfast.storage import Storage, connect
+
+
+class Harness(Protocol):
+    """Makes storages for tests, on the test's clock."""
+
+    name: str
+
+    def open(self, clock: ManualClock, folder: Path) -> Storage:
+        """A storage that is empty, or that has what an earlier one on the same folder left."""
+        ...
+
+
+class MemoryHarness:
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._names: dict[Path, str] = {}
+
+    def open(self, clock: ManualClock, folder: Path) -> Storage:
+        name = self._names.setdefault(folder, uuid.uuid4().hex)
+        return connect(f"memory://{name}", clock=clock)
+
+
+class SqliteHarness:
+    name = "sqlite"
+
+    def open(self, clock: ManualClock, folder: Path) -> Storage:
+        return connect(f"sqlite:///{folder}/jobs.db", clock=clock)
+
+
+HARNESSES: list[Harness] = [MemoryHarness(), SqliteHarness()]

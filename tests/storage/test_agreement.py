@@ -1,0 +1,342 @@
+"""Random runs: the same calls on every storage give the same replies and leave the same records, with a clean audit
+after every step. The table at the end shows how often each cell of the machine was hit; an empty one fails the test.
+
+`./dev soak` runs 2,000 examples of 50 steps; the default run is shorter and always the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, Phase as Stages, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from holdfast.clock import ManualClock
+from holdfast.jobs import Complete, Fail, Job, Lease, Release, Request, Retry, Settled, Settlement, State, Update, Work
+from holdfast.machine import TRANSITIONS, Act, Phase, phase_of
+from holdfast.storage import Storage, audit
+from tests.storage.harness import HARNESSES, Harness
+
+IDS = ["a", "b", "c", "d:{\0é"]
+WORKERS = ["w1", "w2"]
+START_US, EPOCH_US = 1_800_000_000_000_000, 3 * 86_400_000_000
+"""Each run begins at an instant of its own, later than anything in the runs before it."""
+SOAK = int(os.environ.get("HOLDFAST_SOAK", "0"))
+
+ids = st.sampled_from(IDS)
+workers = st.sampled_from(WORKERS)
+lengths = st.sampled_from([0, 1, 500, 5_000, 60_000])
+payloads = st.sampled_from([b"", b"1", b"2", b"3"])
+rules: st.SearchStrategy[bool | Literal["if_later", "if_earlier"]] = st.sampled_from(
+    [True, False, "if_later", "if_earlier"]
+)
+updates = st.builds(Update, st.booleans(), rules, st.sampled_from([None, True, False]))
+works = st.builds(
+    Work,
+    payload=payloads,
+    codec=st.sampled_from(["json", "raw"]),
+    priority=st.sampled_from([0, 5, 5, 9]),
+    timeout_ms=st.sampled_from([None, 1000]),
+    max_retries=st.sampled_from([None, 0, 3]),
+    result_ttl_ms=st.one_of(st.none(), lengths),
+)
+
+
+class World:
+    """The storages under comparison, opened once; each example has queues of its own."""
+
+    def __init__(self, harnesses: list[Harness], folder: Path) -> None:
+        self.clock = ManualClock()
+        self.names = [harness.name for harness in harnesses]
+        self.hits: Counter[tuple[Phase, Act]] = Counter()
+        self.examples = 0
+        self._runner = asyncio.Runner()
+        self._stack = AsyncExitStack()
+        self.storages = self.run(self._open(harnesses, folder))
+
+    async def _open(self, harnesses: list[Harness], folder: Path) -> list[Storage]:
+        return [await self._stack.enter_async_context(harness.open(self.clock, folder)) for harness in harnesses]
+
+    def run(self, work: Any) -> Any:
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        self.run(self._stack.aclose())
+        self._runner.close()
+
+    def table(self) -> str:
+        lines = [f"{'':26}" + " ".join(f"{act.split()[-1]:>8}" for act in Act)]
+        for phase in Phase:
+            cells = [f"{self.hits[phase, act]:8}" if act in TRANSITIONS[phase] else f"{'·':>8}" for act in Act]
+            lines.append(f"{phase:26}" + " ".join(cells))
+        return "\n".join(lines)
+
+    def empty_cells(self) -> list[tuple[Phase, Act]]:
+        return [(phase, act) for phase in Phase for act in TRANSITIONS[phase] if not self.hits[phase, act]]
+
+
+world: World
+
+
+class Agreement(RuleBasedStateMachine):
+    """One example: a queue, four ids, two workers and every verb."""
+
+    @initialize()
+    def begin(self) -> None:
+        world.examples += 1
+        world.clock.advance((START_US + world.examples * EPOCH_US - world.clock.now_us()) / 1_000_000)
+        self.queue = f"q{world.examples}"
+        self.leases: list[tuple[str, int, str]] = []
+        self.last: Callable[[], object] = lambda: None
+
+    def call(self, verb: Callable[[Storage], Awaitable[Any]]) -> Any:
+        """Make one call on every storage; the replies must agree."""
+
+        async def on_all() -> list[Any]:
+            return [await verb(storage) for storage in world.storages]
+
+        first, *others = world.run(on_all())
+        for name, other in zip(world.names[1:], others, strict=True):
+            assert other == first, f"{name} replied\n{other}\n{world.names[0]} replied\n{first}"
+        return first
+
+    def phases(self) -> dict[str, Phase]:
+        jobs = self.call(lambda storage: storage.get(self.queue, IDS))
+        now = max(world.clock.now_us(), self.now_us())
+        return {id: phase_of(job, now) for id, job in zip(IDS, jobs, strict=True)}
+
+    def now_us(self) -> int:
+        """The queue's time, which may be ahead of a clock that stepped back."""
+        now: int = self.call(lambda storage: storage.claim("never", 1, worker="w", lease_ms=1000)).now
+        ledger = world.storages[0].table.ledger(self.queue)  # type: ignore[attr-defined]
+        return now if ledger is None else max(now + ledger.time.skew, ledger.time.last_at)
+
+    def hit(self, phase: Phase, act: Act) -> None:
+        world.hits[phase, act] += 1
+
+    @rule(
+        items=st.lists(
+            st.tuples(ids, works, st.one_of(st.none(), updates), st.sampled_from(["now", "delay", "at"]), lengths),
+            min_size=1,
+            max_size=3,
+        ),
+        keep_ms=st.sampled_from([0, 0, 2000]),
+        bare=st.booleans(),
+    )
+    def enqueue(self, items: list[tuple[str, Work, Update | None, str, int]], keep_ms: int, bare: bool) -> None:
+        phases = self.phases()
+        requests: list[Request] = []
+        for id, work, update, when, length in items:
+            if bare and update is not None and not update.payload:
+                work = Work(None)
+            requests.append(
+                Request(
+                    id,
+                    work,
+                    run_at=world.clock.now_us() + 1000 * (length - 400) if when == "at" else None,
+                    delay_ms=length if when == "delay" else None,
+                    update=update,
+                    named=length % 2 == 0,
+                    keep_ms=keep_ms,
+                )
+            )
+        replies = self.again(lambda storage: storage.enqueue(self.queue, requests))
+        for request, reply in zip(requests, replies, strict=True):
+            phase = phases.pop(request.id, None)
+            if phase is not None and reply.placed is not None:
+                self.hit(phase, Act.KEEP if request.update is None else Act.UPDATE)
+
+    def again(self, verb: Callable[[Storage], Awaitable[Any]]) -> Any:
+        """Make a call, and remember it for `repeat`."""
+        self.last = lambda: self.call(verb)
+        return self.call(verb)
+
+    @rule()
+    def repeat(self) -> None:
+        """The last call once more, as a client does whose reply was lost."""
+        reply = self.last()
+        if reply is not None and hasattr(reply, "jobs"):
+            self.note(reply.jobs)
+
+    @rule(limit=st.integers(1, 3), worker=workers, lease_ms=st.sampled_from([100, 1000, 10_000]))
+    def claim(self, limit: int, worker: str, lease_ms: int) -> None:
+        phases = self.phases()
+        claim = self.again(lambda storage: storage.claim(self.queue, limit, worker=worker, lease_ms=lease_ms))
+        for job in claim.jobs:
+            if phases[job.id] is Phase.WAITING:
+                self.hit(Phase.WAITING, Act.CLAIM)
+            else:
+                self.hit(phases[job.id], Act.EXPIRE)
+        self.note(claim.jobs)
+
+    def note(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            assert job.run is not None
+            self.leases.append((job.id, job.run.fence, job.run.worker))
+
+    @rule(data=st.data(), worker=workers)
+    def settle(self, data: st.DataObject, worker: str) -> None:
+        """Current, stale and forged leases, settled in every way."""
+        phases = self.phases()
+        batch: list[Settlement] = []
+        for _ in range(data.draw(st.integers(1, 3))):
+            id, fence, holder = data.draw(self.some_lease())
+            worker = holder if data.draw(st.integers(0, 9)) else worker
+            batch.append(data.draw(settlements(id, fence)))
+        replies = self.again(lambda storage: storage.settle(self.queue, batch, worker=worker))
+        for item, reply in zip(batch, replies, strict=True):
+            if reply is Settled.OK and item.id in phases:
+                self.hit(phases.pop(item.id), Act[type(item).__name__.upper()])
+
+    def some_lease(self) -> st.SearchStrategy[tuple[str, int, str]]:
+        forged = st.tuples(ids, st.integers(0, 2**50), workers)
+        if not self.leases:
+            return forged
+        newest = st.sampled_from(self.leases[-3:])
+        return st.one_of(newest, newest, newest, st.sampled_from(self.leases), forged)
+
+    @rule(data=st.data(), lease_ms=st.sampled_from([100, 10_000]), progress=st.sampled_from([None, b"half"]))
+    def extend(self, data: st.DataObject, lease_ms: int, progress: bytes | None) -> None:
+        id, fence, worker = data.draw(self.some_lease())
+        leases = [Lease(id, fence, progress)]
+        self.again(lambda storage: storage.extend(self.queue, leases, worker=worker, lease_ms=lease_ms))
+
+    @rule(some=st.lists(ids, min_size=1, max_size=3))
+    def cancel(self, some: list[str]) -> None:
+        phases = self.phases()
+        self.again(lambda storage: storage.cancel(self.queue, some))
+        for id in dict.fromkeys(some):
+            if phases[id] is not Phase.NONE:
+                self.hit(phases[id], Act.CANCEL)
+
+    @rule(some=st.lists(ids, min_size=1, max_size=2), ttl_ms=lengths, at_least=st.booleans())
+    def keep(self, some: list[str], ttl_ms: int, at_least: bool) -> None:
+        self.again(lambda storage: storage.keep(self.queue, some, ttl_ms, at_least=at_least))
+
+    @rule(limit=st.sampled_from([1, 2, 100]), worker=st.one_of(st.none(), st.none(), workers))
+    def sweep(self, limit: int, worker: str | None) -> None:
+        phases = self.phases()
+        gone = self.forgettable()
+        swept = self.again(lambda storage: storage.sweep(self.queue, limit, worker=worker))
+        for id in swept.stalled:
+            self.hit(phases[id], Act.EXPIRE)
+        for id in gone.keys() - self.forgettable().keys():
+            self.hit(gone[id], Act.FORGET)
+
+    def forgettable(self) -> dict[str, Phase]:
+        """Records that are past their forget time and still there, by the phase they would be in."""
+        now = self.now_us()
+        jobs = world.storages[0].table.load(self.queue, IDS)  # type: ignore[attr-defined]
+        due = {id: job.outcome for id, job in jobs.items() if job.outcome and job.outcome.forget_at <= now}
+        return {id: phase_of(jobs[id], outcome.forget_at - 1) for id, outcome in due.items()}
+
+    @rule(states=st.sets(st.sampled_from(list(State)), min_size=1), limit=st.sampled_from([1, 100]))
+    def purge(self, states: set[State], limit: int) -> None:
+        self.again(lambda storage: storage.purge(self.queue, states, limit))
+
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        self.again(lambda storage: storage.pause(self.queue, paused, reason="because"))
+
+    @rule(seconds=st.sampled_from([0.0, 0.000001, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 61.0, 3600.0]))
+    def time_passes(self, seconds: float) -> None:
+        world.clock.advance(seconds)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 3600.0]))
+    def clock_steps_back(self, seconds: float) -> None:
+        world.clock.advance(-seconds)
+
+    @rule(worker=workers, ttl_ms=st.sampled_from([100, 60_000]), evict=st.booleans())
+    def announce(self, worker: str, ttl_ms: int, evict: bool) -> None:
+        facts: dict[str, str | int | list[str]] = {"host": "h", "queues": [self.queue]}
+        self.again(lambda storage: storage.announce(worker, facts, ttl_ms=ttl_ms))
+        if evict:
+            self.again(lambda storage: storage.evict(worker))
+
+    @rule(state=st.one_of(st.none(), st.sampled_from(list(State))), limit=st.integers(1, 3))
+    def scan(self, state: State | None, limit: int) -> None:
+        after: str | None = None
+        for _ in range(len(IDS) + 1):
+            page = self.call(lambda storage, after=after: storage.scan(self.queue, state=state, after=after, limit=limit))
+            after = page.after
+            if after is None:
+                return
+        raise AssertionError("the pages have no end")
+
+    @invariant()
+    def records_and_counts_agree_and_the_audit_is_clean(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        for queue in (self.queue, f"{self.queue}/failed"):
+            assert self.call(lambda storage, queue=queue: audit(storage, queue)).problems == []
+        self.call(lambda storage: storage.get(self.queue, IDS))
+        self.call(lambda storage: storage.scan(f"{self.queue}/failed", limit=100))
+        self.call(lambda storage: storage.snapshot())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        for queue in (self.queue, f"{self.queue}/failed"):
+            self.call(lambda storage, queue=queue: storage.sweep(queue, 100, worker="w1"))
+            self.call(lambda storage, queue=queue: storage.sweep(queue, 100, worker="w2"))
+            while self.call(lambda storage, queue=queue: storage.purge(queue, list(State), 100, drop=True)):
+                pass
+        assert self.queue not in {stats.queue for stats in self.call(lambda storage: storage.snapshot()).queues}
+
+
+def settlements(id: str, fence: int) -> st.SearchStrategy[Settlement]:
+    errors = st.sampled_from([b"", b"error"])
+    return st.one_of(
+        st.builds(
+            Complete,
+            st.just(id),
+            st.just(fence),
+            result=st.sampled_from([None, b"", b"result"]),
+            codec=st.sampled_from(["json", "raw"]),
+            result_ttl_ms=lengths,
+            dedup_ttl_ms=lengths,
+        ),
+        st.builds(Fail, st.just(id), st.just(fence), errors, lengths, st.sampled_from([None, Work(b"failed")])),
+        st.builds(
+            Retry,
+            st.just(id),
+            st.just(fence),
+            errors,
+            lengths,
+            st.one_of(st.none(), st.just(world.clock.now_us() + 700_000)),
+            st.sampled_from(["retries", "stalls", "timeouts"]),
+        ),
+        st.builds(Release, st.just(id), st.just(fence)),
+    )
+
+
+@pytest.mark.timeout(7200 if SOAK else 300)
+def test_every_storage_does_the_same_as_memory(request: pytest.FixtureRequest) -> None:
+    global world
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(HARNESSES, Path(folder))
+        try:
+            run_state_machine_as_test(
+                Agreement,
+                settings=settings(
+                    max_examples=SOAK or 150,
+                    stateful_step_count=50,
+                    derandomize=not SOAK,
+                    deadline=None,
+                    print_blob=True,
+                    suppress_health_check=list(HealthCheck),
+                    phases=[Stages.explicit, Stages.generate, Stages.shrink],
+                ),
+            )
+        finally:
+            world.close()
+    print(f"\n{' = '.join(world.names)}: {world.examples} runs\n{world.table()}")
+    assert world.empty_cells() == []
