@@ -27,6 +27,7 @@ from tests.storage.harness import HARNESSES, Harness
 
 IDS = ["a", "b", "c", "d:{\0é"]
 WORKERS = ["w1", "w2"]
+COUNTS: tuple[Literal["retries", "stalls", "timeouts"], ...] = ("retries", "stalls", "timeouts")
 START_US, EPOCH_US = 1_800_000_000_000_000, 3 * 86_400_000_000
 """Each run begins at an instant of its own, later than anything in the runs before it."""
 SOAK = int(os.environ.get("HOLDFAST_SOAK", "0"))
@@ -34,20 +35,19 @@ SOAK = int(os.environ.get("HOLDFAST_SOAK", "0"))
 ids = st.sampled_from(IDS)
 workers = st.sampled_from(WORKERS)
 lengths = st.sampled_from([0, 1, 500, 5_000, 60_000])
-payloads = st.sampled_from([b"", b"1", b"2", b"3"])
-rules: st.SearchStrategy[bool | Literal["if_later", "if_earlier"]] = st.sampled_from(
-    [True, False, "if_later", "if_earlier"]
+RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (True, False, "if_later", "if_earlier")
+updates = st.sampled_from([Update(p, r, c) for p in (True, False) for r in RULES for c in (None, True, False)])
+works = st.sampled_from(
+    [
+        Work(b"1"),
+        Work(b"2", codec="raw"),
+        Work(b"3", priority=9),
+        Work(b"", priority=0, result_ttl_ms=0),
+        Work(b"4", timeout_ms=1000, max_retries=0, max_stalls=0, max_timeouts=0),
+        Work(b"5", max_retries=3, result_ttl_ms=60_000, dedup_ttl_ms=500),
+    ]
 )
-updates = st.builds(Update, st.booleans(), rules, st.sampled_from([None, True, False]))
-works = st.builds(
-    Work,
-    payload=payloads,
-    codec=st.sampled_from(["json", "raw"]),
-    priority=st.sampled_from([0, 5, 5, 9]),
-    timeout_ms=st.sampled_from([None, 1000]),
-    max_retries=st.sampled_from([None, 0, 3]),
-    result_ttl_ms=st.one_of(st.none(), lengths),
-)
+"""Few and small draws: the more of a run's randomness goes into its steps, the longer it gets."""
 
 
 class World:
@@ -124,7 +124,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(
         items=st.lists(
-            st.tuples(ids, works, st.one_of(st.none(), updates), st.sampled_from(["now", "delay", "at"]), lengths),
+            st.tuples(ids, works, st.one_of(st.none(), updates), st.sampled_from(["now", "now", "delay", "at"]), lengths),
             min_size=1,
             max_size=3,
         ),
@@ -166,8 +166,47 @@ class Agreement(RuleBasedStateMachine):
         if reply is not None and hasattr(reply, "jobs"):
             self.note(reply.jobs)
 
-    @rule(limit=st.integers(1, 3), worker=workers, lease_ms=st.sampled_from([100, 1000, 10_000]))
-    def claim(self, limit: int, worker: str, lease_ms: int) -> None:
+    @rule(
+        data=st.data(),
+        worker=workers,
+        asked=st.lists(st.sampled_from(["keep", "update", "cancel"]), max_size=3),
+        then=st.sampled_from(["settle", "settle", "leave", "expire"]),
+        afterwards=st.lists(st.sampled_from(["keep", "update", "cancel", "forget"]), max_size=2),
+    )
+    def run(self, data: st.DataObject, worker: str, asked: list[str], then: str, afterwards: list[str]) -> None:
+        """A job's run: claimed, things asked of it meanwhile, then settled, left alone or taken back; and after that."""
+        self.enqueue([(data.draw(ids), data.draw(works), None, "now", 0)], 0, False)
+        for id in self.claim(1, worker, 10_000):
+            for what in asked:
+                self.ask(data, id, what)
+            if then == "settle":
+                self.settle_some([data.draw(settlements(*self.leases[-1][:2]))], worker)
+            elif then == "expire":
+                self.let_pass(10, 5)
+            for what in afterwards:
+                self.ask(data, id, what)
+
+    def ask(self, data: st.DataObject, id: str, what: str) -> None:
+        match what:
+            case "keep":
+                self.enqueue([(id, data.draw(works), None, "now", 0)], 0, False)
+            case "update":
+                self.enqueue([(id, data.draw(works), data.draw(updates), "now", 0)], 0, False)
+            case "cancel":
+                self.cancel([id])
+            case _:
+                self.let_pass(61)
+
+    def let_pass(self, *seconds: float) -> None:
+        for length in seconds:
+            world.clock.advance(length)
+            self.sweep(100, None)
+
+    @rule(limit=st.integers(1, 3), worker=workers, lease_ms=st.sampled_from([100, 10_000]))
+    def claim_some(self, limit: int, worker: str, lease_ms: int) -> None:
+        self.claim(limit, worker, lease_ms)
+
+    def claim(self, limit: int, worker: str, lease_ms: int) -> list[str]:
         phases = self.phases()
         claim = self.again(lambda storage: storage.claim(self.queue, limit, worker=worker, lease_ms=lease_ms))
         for job in claim.jobs:
@@ -176,6 +215,7 @@ class Agreement(RuleBasedStateMachine):
             else:
                 self.hit(phases[job.id], Act.EXPIRE)
         self.note(claim.jobs)
+        return [job.id for job in claim.jobs]
 
     def note(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -185,12 +225,15 @@ class Agreement(RuleBasedStateMachine):
     @rule(data=st.data(), worker=workers)
     def settle(self, data: st.DataObject, worker: str) -> None:
         """Current, stale and forged leases, settled in every way."""
-        phases = self.phases()
         batch: list[Settlement] = []
         for _ in range(data.draw(st.integers(1, 3))):
             id, fence, holder = data.draw(self.some_lease())
             worker = holder if data.draw(st.integers(0, 9)) else worker
             batch.append(data.draw(settlements(id, fence)))
+        self.settle_some(batch, worker)
+
+    def settle_some(self, batch: list[Settlement], worker: str) -> None:
+        phases = self.phases()
         replies = self.again(lambda storage: storage.settle(self.queue, batch, worker=worker))
         for item, reply in zip(batch, replies, strict=True):
             if reply is Settled.OK and item.id in phases:
@@ -209,7 +252,7 @@ class Agreement(RuleBasedStateMachine):
         leases = [Lease(id, fence, progress)]
         self.again(lambda storage: storage.extend(self.queue, leases, worker=worker, lease_ms=lease_ms))
 
-    @rule(some=st.lists(ids, min_size=1, max_size=3))
+    @rule(some=st.lists(ids, min_size=1, max_size=2))
     def cancel(self, some: list[str]) -> None:
         phases = self.phases()
         self.again(lambda storage: storage.cancel(self.queue, some))
@@ -217,7 +260,6 @@ class Agreement(RuleBasedStateMachine):
             if phases[id] is not Phase.NONE:
                 self.hit(phases[id], Act.CANCEL)
 
-    @rule(some=st.lists(ids, min_size=1, max_size=2), ttl_ms=lengths, at_least=st.booleans())
     def keep(self, some: list[str], ttl_ms: int, at_least: bool) -> None:
         self.again(lambda storage: storage.keep(self.queue, some, ttl_ms, at_least=at_least))
 
@@ -238,15 +280,30 @@ class Agreement(RuleBasedStateMachine):
         due = {id: job.outcome for id, job in jobs.items() if job.outcome and job.outcome.forget_at <= now}
         return {id: phase_of(jobs[id], outcome.forget_at - 1) for id, outcome in due.items()}
 
-    @rule(states=st.sets(st.sampled_from(list(State)), min_size=1), limit=st.sampled_from([1, 100]))
     def purge(self, states: set[State], limit: int) -> None:
         self.again(lambda storage: storage.purge(self.queue, states, limit))
 
-    @rule(paused=st.booleans())
     def pause(self, paused: bool) -> None:
         self.again(lambda storage: storage.pause(self.queue, paused, reason="because"))
 
-    @rule(seconds=st.sampled_from([0.0, 0.000001, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 61.0, 3600.0]))
+    @rule(data=st.data(), verb=st.sampled_from(["keep", "keep", "purge", "pause", "announce", "scan"]))
+    def aside(self, data: st.DataObject, verb: str) -> None:
+        """The verbs that move no job by themselves, so that the others get more turns."""
+        match verb:
+            case "keep":
+                some = data.draw(st.lists(ids, min_size=1, max_size=2))
+                self.keep(some, data.draw(lengths), data.draw(st.booleans()))
+            case "purge":
+                states = data.draw(st.sets(st.sampled_from(list(State)), min_size=1))
+                self.purge(states, data.draw(st.sampled_from([1, 100])))
+            case "pause":
+                self.pause(data.draw(st.sampled_from([True, False, False])))
+            case "announce":
+                self.announce(data.draw(workers), data.draw(st.sampled_from([100, 60_000])), data.draw(st.booleans()))
+            case _:
+                self.scan(data.draw(st.one_of(st.none(), st.sampled_from(list(State)))), data.draw(st.integers(1, 3)))
+
+    @rule(seconds=st.sampled_from([0.000001, 0.1, 0.5, 1.0, 5.0, 15.0, 61.0, 3600.0]))
     def time_passes(self, seconds: float) -> None:
         world.clock.advance(seconds)
 
@@ -254,14 +311,12 @@ class Agreement(RuleBasedStateMachine):
     def clock_steps_back(self, seconds: float) -> None:
         world.clock.advance(-seconds)
 
-    @rule(worker=workers, ttl_ms=st.sampled_from([100, 60_000]), evict=st.booleans())
     def announce(self, worker: str, ttl_ms: int, evict: bool) -> None:
         facts: dict[str, str | int | list[str]] = {"host": "h", "queues": [self.queue]}
         self.again(lambda storage: storage.announce(worker, facts, ttl_ms=ttl_ms))
         if evict:
             self.again(lambda storage: storage.evict(worker))
 
-    @rule(state=st.one_of(st.none(), st.sampled_from(list(State))), limit=st.integers(1, 3))
     def scan(self, state: State | None, limit: int) -> None:
         after: str | None = None
         for _ in range(len(IDS) + 1):
@@ -293,29 +348,21 @@ class Agreement(RuleBasedStateMachine):
 
 
 def settlements(id: str, fence: int) -> st.SearchStrategy[Settlement]:
-    errors = st.sampled_from([b"", b"error"])
-    return st.one_of(
-        st.builds(
-            Complete,
-            st.just(id),
-            st.just(fence),
-            result=st.sampled_from([None, b"", b"result"]),
-            codec=st.sampled_from(["json", "raw"]),
-            result_ttl_ms=lengths,
-            dedup_ttl_ms=lengths,
-        ),
-        st.builds(Fail, st.just(id), st.just(fence), errors, lengths, st.sampled_from([None, Work(b"failed")])),
-        st.builds(
-            Retry,
-            st.just(id),
-            st.just(fence),
-            errors,
-            lengths,
-            st.one_of(st.none(), st.just(world.clock.now_us() + 700_000)),
-            st.sampled_from(["retries", "stalls", "timeouts"]),
-        ),
-        st.builds(Release, st.just(id), st.just(fence)),
-    )
+    later = world.clock.now_us() + 700_000
+    completions = [
+        Complete(id, fence, result, codec, result_ttl_ms, dedup_ttl_ms)
+        for result, codec in ((None, "json"), (b"", "json"), (b"result", "raw"))
+        for result_ttl_ms in (0, 5_000, 60_000)
+        for dedup_ttl_ms in (0, 1, 60_000)
+    ]
+    failures = [Fail(id, fence, b"error", ttl, then) for ttl in (0, 5_000, 60_000) for then in (None, Work(b"failed"))]
+    retries = [
+        Retry(id, fence, error, delay_ms, run_at, counts)
+        for counts in COUNTS
+        for error, delay_ms, run_at in ((None, 0, None), (b"error", 500, None), (b"", 0, later))
+    ]
+    kinds: list[list[Settlement]] = [[*completions], [*failures], [*retries], [Release(id, fence)]]
+    return st.sampled_from(kinds).flatmap(st.sampled_from)
 
 
 @pytest.mark.timeout(7200 if SOAK else 300)
@@ -327,7 +374,7 @@ def test_every_storage_does_the_same_as_memory(request: pytest.FixtureRequest) -
             run_state_machine_as_test(
                 Agreement,
                 settings=settings(
-                    max_examples=SOAK or 150,
+                    max_examples=SOAK or 400,
                     stateful_step_count=50,
                     derandomize=not SOAK,
                     deadline=None,
