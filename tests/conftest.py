@@ -10,6 +10,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--storage",
         action="append",
         default=[],
-        metavar="MODULE:HARNESS",
-        help="run the storage suite on this storage instead of ours (see tests/storage/harness.py); may be repeated",
+        metavar="NAME|MODULE:HARNESS",
+        help="run the storage suite only on this storage: memory, sqlite, or your own (see tests/storage/harness.py)",
     )

@@ -55,7 +55,13 @@ class Stage:
         """`update=None` keeps what is there; `work` are the other fields of Work, such as priority."""
         delay_ms = None if delay is None else round(delay * 1000)
         request = Request(
-            id, Work(payload, **work), run_at, delay_ms, update, named, round(keep * 1000)  # type: ignore[arg-type]
+            id,
+            Work(payload, **work),
+            run_at,
+            delay_ms,
+            update,
+            named,
+            round(keep * 1000),  # type: ignore[arg-type]
         )
         (reply,) = await self.storage.enqueue(self.queue, [request])
         return reply
@@ -74,7 +80,13 @@ class Stage:
         return reply
 
     async def complete(
-        self, job: Job, result: bytes | None = b"result", *, ttl: float = 3600, dedup: float | None = None, worker: str = "w1"
+        self,
+        job: Job,
+        result: bytes | None = b"result",
+        *,
+        ttl: float = 3600,
+        dedup: float | None = None,
+        worker: str = "w1",
     ) -> Settled:
         dedup_ms = round((ttl if dedup is None else dedup) * 1000)
         return await self.settle(
@@ -82,7 +94,13 @@ class Stage:
         )
 
     async def fail(
-        self, job: Job, error: bytes = b"error", *, ttl: float = 86400, follow_up: Work | None = None, worker: str = "w1"
+        self,
+        job: Job,
+        error: bytes = b"error",
+        *,
+        ttl: float = 86400,
+        follow_up: Work | None = None,
+        worker: str = "w1",
     ) -> Settled:
         return await self.settle(Fail(job.id, fence(job), error, round(ttl * 1000), follow_up), worker=worker)
 
@@ -95,7 +113,9 @@ class Stage:
     async def release(self, job: Job, *, worker: str = "w1") -> Settled:
         return await self.settle(Release(job.id, fence(job)), worker=worker)
 
-    async def extend(self, job: Job, *, lease: float = 10, worker: str = "w1", progress: bytes | None = None) -> Extended:
+    async def extend(
+        self, job: Job, *, lease: float = 10, worker: str = "w1", progress: bytes | None = None
+    ) -> Extended:
         leases = [Lease(job.id, fence(job), progress)]
         return await self.storage.extend(self.queue, leases, worker=worker, lease_ms=round(lease * 1000))
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import HealthCheck, Phase as Stages, settings, strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Stages
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from holdfast.clock import ManualClock
@@ -110,12 +112,12 @@ class Agreement(RuleBasedStateMachine):
 
     def phases(self) -> dict[str, Phase]:
         jobs = self.call(lambda storage: storage.get(self.queue, IDS))
-        now = max(world.clock.now_us(), self.now_us())
+        now = self.now_us()
         return {id: phase_of(job, now) for id, job in zip(IDS, jobs, strict=True)}
 
     def now_us(self) -> int:
         """The queue's time, which may be ahead of a clock that stepped back."""
-        now: int = self.call(lambda storage: storage.claim("never", 1, worker="w", lease_ms=1000)).now
+        now = world.clock.now_us()
         ledger = world.storages[0].table.ledger(self.queue)  # type: ignore[attr-defined]
         return now if ledger is None else max(now + ledger.time.skew, ledger.time.last_at)
 
@@ -124,7 +126,9 @@ class Agreement(RuleBasedStateMachine):
 
     @rule(
         items=st.lists(
-            st.tuples(ids, works, st.one_of(st.none(), updates), st.sampled_from(["now", "now", "delay", "at"]), lengths),
+            st.tuples(
+                ids, works, st.one_of(st.none(), updates), st.sampled_from(["now", "now", "delay", "at"]), lengths
+            ),
             min_size=1,
             max_size=3,
         ),
@@ -174,7 +178,7 @@ class Agreement(RuleBasedStateMachine):
         afterwards=st.lists(st.sampled_from(["keep", "update", "cancel", "forget"]), max_size=2),
     )
     def run(self, data: st.DataObject, worker: str, asked: list[str], then: str, afterwards: list[str]) -> None:
-        """A job's run: claimed, things asked of it meanwhile, then settled, left alone or taken back; and after that."""
+        """A job's run: claimed, asked things meanwhile, then settled, left alone or taken back; and afterwards."""
         self.enqueue([(data.draw(ids), data.draw(works), None, "now", 0)], 0, False)
         for id in self.claim(1, worker, 10_000):
             for what in asked:
@@ -320,7 +324,9 @@ class Agreement(RuleBasedStateMachine):
     def scan(self, state: State | None, limit: int) -> None:
         after: str | None = None
         for _ in range(len(IDS) + 1):
-            page = self.call(lambda storage, after=after: storage.scan(self.queue, state=state, after=after, limit=limit))
+            page = self.call(
+                lambda storage, after=after: storage.scan(self.queue, state=state, after=after, limit=limit)
+            )
             after = page.after
             if after is None:
                 return

@@ -1,0 +1,54 @@
+"""Values by themselves: ids, replies that read as truth, topics."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+
+from holdfast.jobs import Cancelled, Event, Kind, Topic, new_id
+
+
+def test_ids_are_unique_and_sort_by_the_time_they_were_made() -> None:
+    made = []
+    for _ in range(5):
+        made.append([new_id() for _ in range(100)])
+        time.sleep(0.002)
+    assert len({id for ids in made for id in ids}) == 500
+    for earlier, later in pairwise(made):
+        assert max(earlier) < min(later)
+
+
+def test_an_id_needs_no_quotes_in_a_shell_and_is_no_option() -> None:
+    for _ in range(1000):
+        id = new_id()
+        assert len(id) == 22
+        assert id.isascii()
+        assert not set(id) - set("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz~")
+        assert id[0] == "0"
+
+
+@pytest.mark.parametrize("reply", Cancelled)
+def test_a_cancel_is_true_only_if_the_job_will_not_run(reply: Cancelled) -> None:
+    assert bool(reply) is (reply is Cancelled.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind", "covered"),
+    [
+        (Topic("q"), Kind.CLAIMED, True),
+        (Topic("other"), Kind.CLAIMED, False),
+        (Topic("q", "ready"), Kind.ENQUEUED, True),
+        (Topic("q", "ready"), Kind.STALLED, True),
+        (Topic("q", "ready"), Kind.COMPLETED, False),
+        (Topic("q", "ends"), Kind.COMPLETED, True),
+        (Topic("q", "ends"), Kind.CANCEL_ASKED, True),
+        (Topic("q", "ends"), Kind.FORGOTTEN, True),
+        (Topic("q", "ends"), Kind.RETRIED, False),
+        (Topic("q", "ends", "a"), Kind.FAILED, True),
+        (Topic("q", "ends", "b"), Kind.FAILED, False),
+    ],
+)
+def test_a_topic_covers_its_queue_its_kinds_and_its_id(topic: Topic, kind: Kind, covered: bool) -> None:
+    assert topic.covers(Event(kind, "q", "a", 1)) is covered
