@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stages
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from holdfast.clock import ManualClock
 from holdfast.jobs import Complete, Fail, Job, Lease, Release, Request, Retry, Settled, Settlement, State, Update, Work
@@ -38,18 +46,35 @@ ids = st.sampled_from(IDS)
 workers = st.sampled_from(WORKERS)
 lengths = st.sampled_from([0, 1, 500, 5_000, 60_000])
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (True, False, "if_later", "if_earlier")
-updates = st.sampled_from([Update(p, r, c) for p in (True, False) for r in RULES for c in (None, True, False)])
-works = st.sampled_from(
-    [
-        Work(b"1"),
-        Work(b"2", codec="raw"),
-        Work(b"3", priority=9),
-        Work(b"", priority=0, result_ttl_ms=0),
-        Work(b"4", timeout_ms=1000, max_retries=0, max_stalls=0, max_timeouts=0),
-        Work(b"5", max_retries=3, result_ttl_ms=60_000, dedup_ttl_ms=500),
-    ]
-)
+UPDATES = [Update(p, r, c) for p in (True, False) for r in RULES for c in (None, True, False)]
+WORKS = [
+    Work(b"1"),
+    Work(b"2", codec="raw"),
+    Work(b"3", priority=9),
+    Work(b"", priority=0, result_ttl_ms=0),
+    Work(b"4", timeout_ms=1000, max_retries=0, max_stalls=0, max_timeouts=0),
+    Work(b"5", max_retries=3, result_ttl_ms=60_000, dedup_ttl_ms=500),
+]
+updates, works = st.sampled_from(UPDATES), st.sampled_from(WORKS)
 """Few and small draws: the more of a run's randomness goes into its steps, the longer it gets."""
+
+
+MAX_VISITS, CELLS_A_VISIT = 3, 5
+CELLS = [(phase, act) for phase, acts in TRANSITIONS.items() for act in acts]
+_RUN = (Act.KEEP, Act.CLAIM)
+ROUTES: dict[Phase, tuple[Act | str, ...]] = {
+    Phase.NONE: (),
+    Phase.WAITING: (Act.KEEP,),
+    Phase.RUNNING: _RUN,
+    Phase.DEFERRED: (*_RUN, Act.UPDATE),
+    Phase.CANCELLING: (*_RUN, Act.CANCEL),
+    Phase.CANCELLING_DEFERRED: (*_RUN, Act.CANCEL, Act.UPDATE),
+    Phase.COMPLETED: (*_RUN, Act.COMPLETE),
+    Phase.STALE: (*_RUN, "go stale"),
+    Phase.FAILED: (*_RUN, Act.FAIL),
+    Phase.CANCELLED: (Act.KEEP, Act.CANCEL),
+}
+"""How to bring an id into each phase."""
 
 
 class World:
@@ -96,6 +121,7 @@ class Agreement(RuleBasedStateMachine):
         world.examples += 1
         world.clock.advance((START_US + world.examples * EPOCH_US - world.clock.now_us()) / 1_000_000)
         self.queue = f"q{world.examples}"
+        self.ids = list(IDS)
         self.leases: list[tuple[str, int, str]] = []
         self.last: Callable[[], object] = lambda: None
 
@@ -111,9 +137,9 @@ class Agreement(RuleBasedStateMachine):
         return first
 
     def phases(self) -> dict[str, Phase]:
-        jobs = self.call(lambda storage: storage.get(self.queue, IDS))
+        jobs = self.call(lambda storage: storage.get(self.queue, self.ids))
         now = self.now_us()
-        return {id: phase_of(job, now) for id, job in zip(IDS, jobs, strict=True)}
+        return {id: phase_of(job, now) for id, job in zip(self.ids, jobs, strict=True)}
 
     def now_us(self) -> int:
         """The queue's time, which may be ahead of a clock that stepped back."""
@@ -170,36 +196,37 @@ class Agreement(RuleBasedStateMachine):
         if reply is not None and hasattr(reply, "jobs"):
             self.note(reply.jobs)
 
-    @rule(
-        data=st.data(),
-        worker=workers,
-        asked=st.lists(st.sampled_from(["keep", "update", "cancel"]), max_size=3),
-        then=st.sampled_from(["settle", "settle", "leave", "expire"]),
-        afterwards=st.lists(st.sampled_from(["keep", "update", "cancel", "forget"]), max_size=2),
-    )
-    def run(self, data: st.DataObject, worker: str, asked: list[str], then: str, afterwards: list[str]) -> None:
-        """A job's run: claimed, asked things meanwhile, then settled, left alone or taken back; and afterwards."""
-        self.enqueue([(data.draw(ids), data.draw(works), None, "now", 0)], 0, False)
-        for id in self.claim(1, worker, 10_000):
-            for what in asked:
-                self.ask(data, id, what)
-            if then == "settle":
-                self.settle_some([data.draw(settlements(*self.leases[-1][:2]))], worker)
-            elif then == "expire":
-                self.let_pass(10, 5)
-            for what in afterwards:
-                self.ask(data, id, what)
+    @precondition(lambda self: len(self.ids) < len(IDS) + MAX_VISITS * CELLS_A_VISIT)
+    @rule(rng=st.randoms(use_true_random=True))
+    def visit(self, rng: random.Random) -> None:
+        """Take new ids straight to cells of the table, in the midst of whatever else is going on. The choices come from
+        a seed, because Hypothesis likes to draw the same again, and here every cell should get its turn."""
+        self.pause(False)
+        for phase, act in rng.sample(CELLS, CELLS_A_VISIT):
+            id = f"visit {len(self.ids)}"
+            self.ids.append(id)
+            for step in ROUTES[phase]:
+                self.go(rng, id, step)
+            self.go(rng, id, act)
 
-    def ask(self, data: st.DataObject, id: str, what: str) -> None:
-        match what:
-            case "keep":
-                self.enqueue([(id, data.draw(works), None, "now", 0)], 0, False)
-            case "update":
-                self.enqueue([(id, data.draw(works), data.draw(updates), "now", 0)], 0, False)
-            case "cancel":
+    def go(self, rng: random.Random, id: str, step: Act | str) -> None:
+        match step:
+            case Act.KEEP:
+                self.enqueue([(id, rng.choice(WORKS), None, "now", 0)], 0, False)
+            case Act.UPDATE:
+                self.enqueue([(id, rng.choice(WORKS), rng.choice(UPDATES), "now", 0)], 0, False)
+            case Act.CLAIM:
+                self.claim(100, "w1", 10_000)
+            case Act.CANCEL:
                 self.cancel([id])
-            case _:
+            case Act.EXPIRE:
+                self.let_pass(10, 5)
+            case Act.FORGET:
                 self.let_pass(61)
+            case _:
+                fence = next((fence for held, fence, _ in reversed(self.leases) if held == id), 0)
+                self.settle_some([rng.choice(list(fitting(step, settlements(id, fence))))], "w1")
+                world.clock.advance(0.01)
 
     def let_pass(self, *seconds: float) -> None:
         for length in seconds:
@@ -233,7 +260,7 @@ class Agreement(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, 3))):
             id, fence, holder = data.draw(self.some_lease())
             worker = holder if data.draw(st.integers(0, 9)) else worker
-            batch.append(data.draw(settlements(id, fence)))
+            batch.append(data.draw(st.sampled_from(settlements(id, fence))))
         self.settle_some(batch, worker)
 
     def settle_some(self, batch: list[Settlement], worker: str) -> None:
@@ -280,7 +307,7 @@ class Agreement(RuleBasedStateMachine):
     def forgettable(self) -> dict[str, Phase]:
         """Records that are past their forget time and still there, by the phase they would be in."""
         now = self.now_us()
-        jobs = world.storages[0].table.load(self.queue, IDS)  # type: ignore[attr-defined]
+        jobs = world.storages[0].table.load(self.queue, self.ids)  # type: ignore[attr-defined]
         due = {id: job.outcome for id, job in jobs.items() if job.outcome and job.outcome.forget_at <= now}
         return {id: phase_of(jobs[id], outcome.forget_at - 1) for id, outcome in due.items()}
 
@@ -323,7 +350,7 @@ class Agreement(RuleBasedStateMachine):
 
     def scan(self, state: State | None, limit: int) -> None:
         after: str | None = None
-        for _ in range(len(IDS) + 1):
+        for _ in range(len(self.ids) + 1):
             page = self.call(
                 lambda storage, after=after: storage.scan(self.queue, state=state, after=after, limit=limit)
             )
@@ -338,7 +365,7 @@ class Agreement(RuleBasedStateMachine):
             return
         for queue in (self.queue, f"{self.queue}/failed"):
             assert self.call(lambda storage, queue=queue: audit(storage, queue)).problems == []
-        self.call(lambda storage: storage.get(self.queue, IDS))
+        self.call(lambda storage: storage.get(self.queue, self.ids))
         self.call(lambda storage: storage.scan(f"{self.queue}/failed", limit=100))
         self.call(lambda storage: storage.snapshot())
 
@@ -353,22 +380,35 @@ class Agreement(RuleBasedStateMachine):
         assert self.queue not in {stats.queue for stats in self.call(lambda storage: storage.snapshot()).queues}
 
 
-def settlements(id: str, fence: int) -> st.SearchStrategy[Settlement]:
+def fitting(step: str, choices: list[Settlement]) -> Iterator[Settlement]:
+    """The settlements that take a run where a route wants it: completed and fresh, completed and stale, failed, …"""
+    for choice in choices:
+        if isinstance(choice, Complete):
+            if (step, choice.dedup_ttl_ms) in (("complete", 60_000), ("go stale", 1)) and choice.result_ttl_ms:
+                yield choice
+        elif type(choice).__name__.lower() == step and not (isinstance(choice, Fail) and not choice.failure_ttl_ms):
+            yield choice
+
+
+def settlements(id: str, fence: int) -> list[Settlement]:
+    """Every way to settle a lease, as many of each kind as it has meanings."""
     later = world.clock.now_us() + 700_000
-    completions = [
-        Complete(id, fence, result, codec, result_ttl_ms, dedup_ttl_ms)
-        for result, codec in ((None, "json"), (b"", "json"), (b"result", "raw"))
-        for result_ttl_ms in (0, 5_000, 60_000)
-        for dedup_ttl_ms in (0, 1, 60_000)
+    return [
+        *(
+            Complete(id, fence, result, codec, result_ttl_ms, dedup_ttl_ms)
+            for result, codec in ((None, "json"), (b"result", "raw"))
+            for result_ttl_ms in (0, 5_000, 60_000)
+            for dedup_ttl_ms in (0, 1, 60_000)
+        ),
+        *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, Work(b"failed"))),
+        *(
+            Retry(id, fence, error, delay_ms, run_at, counts)
+            for counts in COUNTS
+            for error, delay_ms, run_at in ((None, 0, None), (b"error", 500, None), (b"", 0, later))
+        ),
+        Release(id, fence),
+        Release(id, fence),
     ]
-    failures = [Fail(id, fence, b"error", ttl, then) for ttl in (0, 5_000, 60_000) for then in (None, Work(b"failed"))]
-    retries = [
-        Retry(id, fence, error, delay_ms, run_at, counts)
-        for counts in COUNTS
-        for error, delay_ms, run_at in ((None, 0, None), (b"error", 500, None), (b"", 0, later))
-    ]
-    kinds: list[list[Settlement]] = [[*completions], [*failures], [*retries], [Release(id, fence)]]
-    return st.sampled_from(kinds).flatmap(st.sampled_from)
 
 
 @pytest.mark.timeout(7200 if SOAK else 300)
@@ -380,7 +420,7 @@ def test_every_storage_does_the_same_as_memory(request: pytest.FixtureRequest) -
             run_state_machine_as_test(
                 Agreement,
                 settings=settings(
-                    max_examples=SOAK or 400,
+                    max_examples=SOAK or 200,
                     stateful_step_count=50,
                     derandomize=not SOAK,
                     deadline=None,
