@@ -6,21 +6,17 @@ lock or transaction; nothing here knows which. `Table` is all that such a storag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
 from holdfast.jobs import (
-    ENDS,
     LIVE,
-    STARTS,
     Cancelled,
     Claim,
     Enqueued,
-    Event,
     Extended,
     Fail,
     Job,
@@ -40,189 +36,16 @@ from holdfast.jobs import (
     Swept,
     WorkerStats,
 )
+from holdfast.storage.books import Books
 from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP
+from holdfast.storage.examine import examine, recount
+from holdfast.storage.table import Ledger, Table
 
 SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
 FORGET_ON_ENQUEUE = 2
 """How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
 REPAIR_PAGE = 200
-VIEWS = ("retrying", "deferred")
-
-Key = tuple[int, ...]
-"""Where a record stands in its index; ties are broken by id."""
-
-
-class Ledger(msgspec.Struct):
-    """What a queue knows of itself: its time, how many records are in which state, what has happened so far."""
-
-    time: QueueTime = msgspec.field(default_factory=QueueTime)
-    counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    totals: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    paused: bool = False
-    reason: str = ""
-
-
-class Change(msgspec.Struct, gc=False):
-    """A record before and after a step; None where there is none."""
-
-    id: str
-    before: Job | None
-    after: Job | None
-
-
-class Found(msgspec.Struct):
-    """A record as the audit meets it. `job` is None if it cannot be read, `key` if it is in no index."""
-
-    id: str
-    job: Job | None
-    payload: bytes | None
-    index: str | None
-    key: Key
-
-
-class Table(Protocol):
-    """The records of a namespace, inside one atomic step. A record that cannot be read is given as `damaged`."""
-
-    def ledger(self, queue: str) -> Ledger | None: ...
-    def open(self, queue: str) -> Ledger: ...
-    def queues(self) -> list[str]: ...
-    def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]: ...
-    def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None: ...
-    def write_ledger(self, queue: str) -> None: ...
-    def drop(self, queue: str) -> None: ...
-    def due(self, queue: str, now: int, limit: int) -> list[Job]: ...
-    def heads(self, queue: str, now: int) -> list[Job]: ...
-    def next_run_at(self, queue: str) -> int | None: ...
-    def scheduled(self, queue: str, now: int) -> int: ...
-    def expired(self, queue: str, now: int, limit: int) -> list[Job]: ...
-    def held_by(self, queue: str, worker: str, limit: int) -> list[Job]: ...
-    def next_sweep_at(self, queue: str) -> int | None: ...
-    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]: ...
-    def page(self, queue: str, state: State | None, after: str | None, limit: int) -> tuple[list[Job], str | None]: ...
-    def workers(self) -> list[WorkerStats]: ...
-    def write_worker(self, worker: str, stats: WorkerStats | None) -> None: ...
-    def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]: ...
-    def tally(self, queue: str) -> dict[str, int]: ...
-    def check_indexes(self, queue: str) -> list[str]: ...
-    def rebuild_indexes(self, queue: str) -> None: ...
-
-
-def index_of(job: Job) -> tuple[str, Key]:
-    """The one index that a record is in, and its place there. The only place that says so in Python."""
-    if job.outcome is not None:
-        return job.outcome.state, (job.outcome.forget_at,)
-    if job.run is not None:
-        return State.RUNNING, (job.run.until_at,)
-    return State.WAITING, (-job.work.priority, job.run_at, job.arrival)
-
-
-def view_of(job: Job) -> str | None:
-    """The view that a record is counted under besides its state."""
-    if job.run is not None:
-        return "deferred" if job.run.next is not None else None
-    return "retrying" if job.retries > 0 and job.outcome is None else None
-
-
-def count(ledger: Ledger, state: str, view: str | None, by: int) -> None:
-    """Count a record in (by=1) or out (by=-1)."""
-    ledger.counts[state] = ledger.counts.get(state, 0) + by
-    if view is not None:
-        ledger.counts[view] = ledger.counts.get(view, 0) + by
-
-
-class _Books:
-    """One queue's records during one step: read once, changed by the machine, written once."""
-
-    def __init__(self, table: Table, queue: str, ledger: Ledger, wall: int) -> None:
-        self.table = table
-        self.queue = queue
-        self.ledger = ledger
-        self.time = msgspec.structs.replace(ledger.time)
-        self.now = self.time.tick(wall)
-        self._changes: dict[str, Change] = {}
-        self._events: list[Event] = []
-
-    def load(self, ids: Sequence[str]) -> dict[str, Job | None]:
-        """The records as this step has left them so far."""
-        loaded = self.table.load(self.queue, ids)
-        records: dict[str, Job | None] = {id: loaded.get(id) for id in ids}
-        records.update({id: change.after for id, change in self._changes.items() if id in records})
-        return records
-
-    def put(self, id: str, before: Job | None, step: machine.Step) -> Job | None:
-        """Note what a step did to a record, and return the record."""
-        after = step.job
-        if after is not before:
-            if after is not None and after.previous is not None:
-                after = machine.tidy(after, self.now)
-            change = self._changes.get(id)
-            if change is None:
-                self._changes[id] = Change(id, before, after)
-            else:
-                change.after = after
-        for kind in step.kinds:
-            ended = kind in ENDS and before is not None
-            generation = before.generation if ended and before else after.generation if after else 0
-            self.note(kind, id, generation, 0 if after is None else after.run_at)
-        return after
-
-    def note(self, kind: Kind, id: str, generation: int = 0, run_at: int = 0) -> None:
-        totals = self.ledger.totals
-        totals[kind] = totals.get(kind, 0) + 1
-        self._events.append(Event(kind, self.queue, id, generation, run_at))
-
-    def forget(self, jobs: Iterable[Job], kind: Kind = Kind.FORGOTTEN) -> int:
-        count = 0
-        for job in jobs:
-            self.put(job.id, job, machine.Step(None, (kind,)))
-            count += 1
-        return count
-
-    def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str]]:
-        """Mark or take back expired leases: the ids of those now overdue, and of those taken back."""
-        overdue: list[str] = []
-        stalled: list[str] = []
-        if not self.ledger.counts.get(State.RUNNING):
-            return overdue, stalled
-        if worker is None:
-            jobs = self.table.expired(self.queue, self.now, limit)
-        else:
-            jobs = self.table.held_by(self.queue, worker, limit)
-        for job in jobs:
-            if job.run is None:
-                self.put_in_place(job)
-                continue
-            step = machine.expire(job, self.time) if worker is None else machine.take_back(job, self.time)
-            self.put(job.id, job, step)
-            (stalled if step.kinds else overdue).append(job.id)
-        return overdue, stalled
-
-    def sweep_forgotten(self, limit: int) -> int:
-        counts = self.ledger.counts
-        if not (counts.get(State.COMPLETED) or counts.get(State.FAILED) or counts.get(State.CANCELLED)):
-            return 0
-        return self.forget(self.table.forgettable(self.queue, self.now, limit))
-
-    def put_in_place(self, job: Job) -> None:
-        """A damaged record reads as failed: whoever meets it among the live moves it where it belongs."""
-        self.mend(job, was_live=True)
-
-    def mend(self, job: Job, *, was_live: bool) -> None:
-        """Write a record anew, into the index that its state names."""
-        self._changes[job.id] = Change(job.id, job, job)
-        if was_live:
-            self.note(Kind.FAILED, job.id, job.generation)
-
-    def close(self) -> None:
-        """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless
-        it was the first to see the clock step back."""
-        if self._changes or self._events:
-            self.ledger.time = self.time
-            self.table.write(self.queue, list(self._changes.values()), self._events)
-        elif self.time.skew != self.ledger.time.skew:
-            self.ledger.time = self.time
-            self.table.write_ledger(self.queue)
 
 
 class Engine:
@@ -232,12 +55,12 @@ class Engine:
         self.table = table
         self.clock = clock
 
-    def _books(self, queue: str) -> _Books | None:
+    def _books(self, queue: str) -> Books | None:
         ledger = self.table.ledger(queue)
-        return None if ledger is None else _Books(self.table, queue, ledger, self.clock.now_us())
+        return None if ledger is None else Books(self.table, queue, ledger, self.clock.now_us())
 
-    def _open(self, queue: str) -> _Books:
-        return _Books(self.table, queue, self.table.open(queue), self.clock.now_us())
+    def _open(self, queue: str) -> Books:
+        return Books(self.table, queue, self.table.open(queue), self.clock.now_us())
 
     def _time(self, queue: str) -> QueueTime:
         """The queue's time for a step that only reads."""
@@ -409,7 +232,7 @@ class Engine:
             self.table.drop(queue)
         return done
 
-    def _ask_to_cancel(self, books: _Books, limit: int) -> int:
+    def _ask_to_cancel(self, books: Books, limit: int) -> int:
         asked, after = 0, None
         while asked < limit:
             jobs, after = self.table.page(books.queue, State.RUNNING, after, MAX_SWEEP)
@@ -445,11 +268,11 @@ class Engine:
         ledger = self.table.ledger(queue)
         if ledger is None:
             return Repaired([], 0, None)
-        books = _Books(self.table, queue, ledger, self.clock.now_us())
+        books = Books(self.table, queue, ledger, self.clock.now_us())
         found = self.table.inspect(queue, cursor, REPAIR_PAGE)
         problems: list[Problem] = []
         for record in found:
-            problem, mended = _examine(queue, record, books)
+            problem, mended = examine(queue, record, books)
             if problem is not None:
                 problems.append(problem)
                 books.mend(mended, was_live=problem.kind == "garbled" and record.index in LIVE)
@@ -461,14 +284,14 @@ class Engine:
         if at_end and not dry_run and any(problem.kind in ("index", "unindexed", "misplaced") for problem in problems):
             self.table.rebuild_indexes(queue)
         if at_end:
-            problems += _count(self.table, queue, books.ledger, dry_run)
+            problems += recount(self.table, queue, books.ledger, dry_run)
         if problems and not dry_run:
             ledger.time = books.time
             self.table.write_ledger(queue)
         return Repaired(problems, len(found), None if at_end else found[-1].id)
 
 
-def _enqueue(books: _Books, requests: Sequence[Request]) -> list[Enqueued]:
+def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
     records = books.load([request.id for request in requests])
     replies: list[Enqueued] = []
     for request in requests:
@@ -479,7 +302,7 @@ def _enqueue(books: _Books, requests: Sequence[Request]) -> list[Enqueued]:
     return replies
 
 
-def _claim(books: _Books, limit: int, worker: str, lease_ms: int) -> list[Job]:
+def _claim(books: Books, limit: int, worker: str, lease_ms: int) -> list[Job]:
     """Lease what is due, in order, up to the limits. What only a stepped clock made look due is put back."""
     claimed: list[Job] = []
     size = 0
@@ -517,45 +340,3 @@ def _listed(job: Job) -> Job:
 def _served(worker: WorkerStats) -> list[str]:
     queues = worker.facts.get("queues", [])
     return queues if isinstance(queues, list) else []
-
-
-def _examine(queue: str, found: Found, books: _Books) -> tuple[Problem | None, Job]:
-    """What is wrong with a record, and the record as it should be written."""
-    job = found.job
-    if job is None:
-        mended = machine.damaged(found.id, found.payload, books.now)
-        return Problem("garbled", queue, found.id, "the record cannot be read"), mended
-    if job.run is not None and job.outcome is not None:
-        mended = msgspec.structs.replace(job, run=None)
-        return Problem("both", queue, found.id, "the record has a lease and an outcome"), mended
-    index, key = index_of(job)
-    if found.index is None:
-        return Problem("unindexed", queue, found.id, f"the record is {index} but in no index"), job
-    if (found.index, found.key) != (index, key):
-        detail = f"the record belongs at {index} {key} and is at {found.index} {found.key}"
-        return Problem("misplaced", queue, found.id, detail), job
-    newest = max(job.generation, job.arrival, 0 if job.run is None else job.run.fence)
-    if newest > books.time.last_stamp:
-        detail = f"the record has stamp {newest}, the queue has only given out {books.time.last_stamp}"
-        books.time.last_stamp = newest
-        return Problem("stamp", queue, found.id, detail), job
-    return None, job
-
-
-def _count(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Problem]:
-    """Do the counts match the records, and do the totals add up? Where not, the records are right."""
-    problems: list[Problem] = []
-    actual = table.tally(queue)
-    for name in (*State, *VIEWS):
-        counted, there = ledger.counts.get(name, 0), actual.get(name, 0)
-        if counted != there:
-            problems.append(Problem("count", queue, "", f"{name} is counted as {counted}, there are {there}"))
-    started = sum(ledger.totals.get(kind, 0) for kind in STARTS)
-    ended = sum(ledger.totals.get(kind, 0) for kind in ENDS)
-    live = actual.get(State.WAITING, 0) + actual.get(State.RUNNING, 0)
-    if started != ended + live:
-        problems.append(Problem("total", queue, "", f"{started} were started, {ended} ended and {live} are live"))
-    if not dry_run:
-        ledger.counts = actual
-        ledger.totals[Kind.ENQUEUED] = ledger.totals.get(Kind.ENQUEUED, 0) + ended + live - started
-    return problems

@@ -14,8 +14,9 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.jobs import PRIORITIES, Event, Job, State, WorkerStats
 from holdfast.storage import checks
 from holdfast.storage.checks import id_bytes
-from holdfast.storage.engine import Change, Engine, Found, Key, Ledger, count, index_of, view_of
+from holdfast.storage.engine import Engine
 from holdfast.storage.local import LocalStorage
+from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, view_of
 
 T = TypeVar("T")
 Entry = tuple[Key, bytes]

@@ -16,7 +16,7 @@ from holdfast import machine
 from holdfast.clock import Clock
 from holdfast.jobs import PRIORITIES, Event, Job, Outcome, Run, State, Work, WorkerStats
 from holdfast.storage.checks import clean_id, decode_cursor, encode_cursor, id_bytes
-from holdfast.storage.engine import Change, Found, Key, Ledger, count, index_of, view_of
+from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, view_of
 
 Row = tuple[Any, ...]
 

@@ -1,0 +1,52 @@
+"""What the audit looks at, and how a repair mends it. Records are believed first, then indexes, then counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast import machine
+from holdfast.jobs import ENDS, STARTS, Job, Kind, Problem, State
+from holdfast.storage.books import Books
+from holdfast.storage.table import VIEWS, Found, Ledger, Table, index_of
+
+
+def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job]:
+    """What is wrong with a record, and the record as it should be written."""
+    job = found.job
+    if job is None:
+        mended = machine.damaged(found.id, found.payload, books.now)
+        return Problem("garbled", queue, found.id, "the record cannot be read"), mended
+    if job.run is not None and job.outcome is not None:
+        mended = msgspec.structs.replace(job, run=None)
+        return Problem("both", queue, found.id, "the record has a lease and an outcome"), mended
+    index, key = index_of(job)
+    if found.index is None:
+        return Problem("unindexed", queue, found.id, f"the record is {index} but in no index"), job
+    if (found.index, found.key) != (index, key):
+        detail = f"the record belongs at {index} {key} and is at {found.index} {found.key}"
+        return Problem("misplaced", queue, found.id, detail), job
+    newest = max(job.generation, job.arrival, 0 if job.run is None else job.run.fence)
+    if newest > books.time.last_stamp:
+        detail = f"the record has stamp {newest}, the queue has only given out {books.time.last_stamp}"
+        books.time.last_stamp = newest
+        return Problem("stamp", queue, found.id, detail), job
+    return None, job
+
+
+def recount(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Problem]:
+    """Do the counts match the records, and do the totals add up? Where not, the records are right."""
+    problems: list[Problem] = []
+    actual = table.tally(queue)
+    for name in (*State, *VIEWS):
+        counted, there = ledger.counts.get(name, 0), actual.get(name, 0)
+        if counted != there:
+            problems.append(Problem("count", queue, "", f"{name} is counted as {counted}, there are {there}"))
+    started = sum(ledger.totals.get(kind, 0) for kind in STARTS)
+    ended = sum(ledger.totals.get(kind, 0) for kind in ENDS)
+    live = actual.get(State.WAITING, 0) + actual.get(State.RUNNING, 0)
+    if started != ended + live:
+        problems.append(Problem("total", queue, "", f"{started} were started, {ended} ended and {live} are live"))
+    if not dry_run:
+        ledger.counts = actual
+        ledger.totals[Kind.ENQUEUED] = ledger.totals.get(Kind.ENQUEUED, 0) + ended + live - started
+    return problems
