@@ -10,9 +10,14 @@ import base64
 import os
 import time
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+At = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+"""A point in time, or a stamp. Storages refuse to read a greater one: a double still holds this one exactly."""
+Ms = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 DEFAULT_PRIORITY = 5
 PRIORITIES = range(10)
@@ -49,23 +54,23 @@ class Work(Value, frozen=True):
     codec: str = "json"
     """Which codec wrote the payload."""
     priority: int = DEFAULT_PRIORITY
-    timeout_ms: int | None = None
+    timeout_ms: Ms | None = None
     """This and the limits below: None means the handler's own, looked up when the job is claimed."""
-    max_retries: int | None = None
-    max_stalls: int | None = None
-    max_timeouts: int | None = None
-    result_ttl_ms: int | None = None
-    dedup_ttl_ms: int | None = None
+    max_retries: Count | None = None
+    max_stalls: Count | None = None
+    max_timeouts: Count | None = None
+    result_ttl_ms: Ms | None = None
+    dedup_ttl_ms: Ms | None = None
 
 
 class Next(Value, frozen=True):
     """The request that arrived while its job ran: it follows the run, or is merged into the run's retry."""
 
-    generation: int
+    generation: At
     work: Work
-    run_at: int
-    arrival: int
-    wall_at: int = 0
+    run_at: At
+    arrival: At
+    wall_at: At = 0
     takes_payload: bool = True
     """A merge takes `work` too."""
     takes_run_at: bool | Literal["if_later", "if_earlier"] = True
@@ -77,9 +82,9 @@ class Run(Value, frozen=True):
     """The lease of a running job, and what may only exist while it runs."""
 
     worker: str
-    fence: int
-    lease_ms: int
-    until_at: int
+    fence: At
+    lease_ms: Ms
+    until_at: At
     """The lease's deadline; once overdue, the time from which sweep takes the job back."""
     overdue: bool = False
     """A sweep has seen the deadline pass. The holder's next extend clears this."""
@@ -91,12 +96,12 @@ class Run(Value, frozen=True):
 class Outcome(Value, frozen=True):
     """What a generation ended in."""
 
-    generation: int
+    generation: At
     state: State
-    ended_at: int
-    forget_at: int
+    ended_at: At
+    forget_at: At
     """From here on the outcome does not exist to any verb."""
-    dedup_at: int = 0
+    dedup_at: At = 0
     """Until here a completed id answers `keep` from its cache."""
     result: bytes | None = None
     codec: str = "json"
@@ -109,29 +114,29 @@ class Job(Value, frozen=True):
 
     id: str
     work: Work
-    generation: int
+    generation: At
     """The stamp of the request that the record stands for."""
-    run_at: int
-    arrival: int
+    run_at: At
+    arrival: At
     """The stamp at which `run_at` was last set: it orders jobs that are due at the same instant."""
-    wall_at: int = 0
+    wall_at: At = 0
     """An absolute `run_at` as its caller gave it, in wall time; 0 where run_at is the queue's own reckoning."""
     named: bool = False
     """The caller chose the id, so completing is worth remembering."""
-    attempts: int = 0
+    attempts: Count = 0
     """Runs started since the last promotion or restart. Limits nothing."""
-    retries: int = 0
-    stalls: int = 0
-    timeouts: int = 0
+    retries: Count = 0
+    stalls: Count = 0
+    timeouts: Count = 0
     error: bytes | None = None
     """Why the last run did not complete."""
     run: Run | None = None
     outcome: Outcome | None = None
     previous: Outcome | None = None
     """How the generation before this one ended, until its own forget time."""
-    keep_ms: int | None = None
+    keep_ms: Ms | None = None
     """How long to remember the end of this job, where someone asked while it was live."""
-    keep_until_at: int = 0
+    keep_until_at: At = 0
     """Someone waits: remember the end at least until here."""
 
     @property

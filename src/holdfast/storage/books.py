@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -52,13 +52,6 @@ class Books:
         totals[kind] = totals.get(kind, 0) + 1
         self._events.append(Event(kind, self.queue, id, generation, run_at))
 
-    def forget(self, jobs: Iterable[Job], kind: Kind = Kind.FORGOTTEN) -> int:
-        count = 0
-        for job in jobs:
-            self.put(job.id, job, machine.Step(None, (kind,)))
-            count += 1
-        return count
-
     def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str]]:
         """Mark or take back expired leases: the ids of those now overdue, and of those taken back."""
         overdue: list[str] = []
@@ -71,7 +64,7 @@ class Books:
             jobs = self.table.held_by(self.queue, worker, limit)
         for job in jobs:
             if job.run is None:
-                self.put_in_place(job)
+                self.mend(job)
                 continue
             step = machine.expire(job, self.time) if worker is None else machine.take_back(job, self.time)
             self.put(job.id, job, step)
@@ -82,17 +75,15 @@ class Books:
         counts = self.ledger.counts
         if not (counts.get(State.COMPLETED) or counts.get(State.FAILED) or counts.get(State.CANCELLED)):
             return 0
-        return self.forget(self.table.forgettable(self.queue, self.now, limit))
+        jobs = self.table.forgettable(self.queue, self.now, limit)
+        for job in jobs:
+            self.put(job.id, job, machine.Step(None, (Kind.FORGOTTEN,)))
+        return len(jobs)
 
-    def put_in_place(self, job: Job) -> None:
-        """A damaged record reads as failed: whoever meets it among the live moves it where it belongs."""
-        self.mend(job, was_live=True)
-
-    def mend(self, job: Job, *, was_live: bool) -> None:
-        """Write a record anew, into the index that its state names."""
+    def mend(self, job: Job) -> None:
+        """Write a record anew, into the index that its state names. A damaged one reads as failed: whichever verb
+        meets it among the live moves it aside like this."""
         self._changes[job.id] = Change(job.id, job, job)
-        if was_live:
-            self.note(Kind.FAILED, job.id, job.generation)
 
     def close(self) -> None:
         """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless

@@ -13,7 +13,6 @@ import msgspec
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
 from holdfast.jobs import (
-    LIVE,
     Cancelled,
     Claim,
     Enqueued,
@@ -223,8 +222,10 @@ class Engine:
             if done == limit:
                 break
             jobs, _ = self.table.page(queue, state, None, limit - done)
-            kind = Kind.PURGED if state is State.WAITING else Kind.FORGOTTEN
-            done += books.forget((job for job in jobs if job.state is state), kind)
+            for job in jobs:
+                kind = Kind.PURGED if job.state is State.WAITING else Kind.FORGOTTEN
+                books.put(job.id, job, machine.Step(None, (kind,)))
+            done += len(jobs)
         if State.RUNNING in states:
             done += self._ask_to_cancel(books, limit - done)
         books.close()
@@ -270,21 +271,22 @@ class Engine:
             return Repaired([], 0, None)
         books = Books(self.table, queue, ledger, self.clock.now_us())
         found = self.table.inspect(queue, cursor, REPAIR_PAGE)
+        at_end = len(found) < REPAIR_PAGE
+        strays = self.table.check_indexes(queue) if at_end else []
+        if strays and not dry_run:
+            self.table.rebuild_indexes(queue)
         problems: list[Problem] = []
         for record in found:
             problem, mended = examine(queue, record, books)
             if problem is not None:
                 problems.append(problem)
-                books.mend(mended, was_live=problem.kind == "garbled" and record.index in LIVE)
-        at_end = len(found) < REPAIR_PAGE
-        if at_end:
-            problems += [Problem("index", queue, "", detail) for detail in self.table.check_indexes(queue)]
+                if not dry_run:
+                    books.mend(mended)
         if not dry_run:
             books.close()
-        if at_end and not dry_run and any(problem.kind in ("index", "unindexed", "misplaced") for problem in problems):
-            self.table.rebuild_indexes(queue)
+        problems += [Problem("index", queue, "", stray) for stray in strays]
         if at_end:
-            problems += recount(self.table, queue, books.ledger, dry_run)
+            problems += recount(self.table, queue, ledger, dry_run)
         if problems and not dry_run:
             ledger.time = books.time
             self.table.write_ledger(queue)
@@ -307,8 +309,8 @@ def _claim(books: Books, limit: int, worker: str, lease_ms: int) -> list[Job]:
     claimed: list[Job] = []
     size = 0
     for job in books.table.due(books.queue, books.now, limit):
-        if job.outcome is not None:
-            books.put_in_place(job)
+        if job.state is not State.WAITING:
+            books.mend(job)
         elif machine.early(job, books.time):
             books.put(job.id, job, machine.Step(machine.follow_wall(job, books.time)))
         else:

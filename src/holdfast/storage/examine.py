@@ -7,7 +7,7 @@ import msgspec
 from holdfast import machine
 from holdfast.jobs import ENDS, STARTS, Job, Kind, Problem, State
 from holdfast.storage.books import Books
-from holdfast.storage.table import VIEWS, Found, Ledger, Table, index_of
+from holdfast.storage.table import VIEWS, Found, Ledger, Table, index_of, newest_stamp
 
 
 def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job]:
@@ -25,7 +25,7 @@ def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job
     if (found.index, found.key) != (index, key):
         detail = f"the record belongs at {index} {key} and is at {found.index} {found.key}"
         return Problem("misplaced", queue, found.id, detail), job
-    newest = max(job.generation, job.arrival, 0 if job.run is None else job.run.fence)
+    newest = newest_stamp(job)
     if newest > books.time.last_stamp:
         detail = f"the record has stamp {newest}, the queue has only given out {books.time.last_stamp}"
         books.time.last_stamp = newest
@@ -36,6 +36,8 @@ def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job
 def recount(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Problem]:
     """Do the counts match the records, and do the totals add up? Where not, the records are right."""
     problems: list[Problem] = []
+    if ledger.rebuilt:
+        problems.append(Problem("ledger", queue, "", "it could not be read: totals, pause and skew are lost"))
     actual = table.tally(queue)
     for name in (*State, *VIEWS):
         counted, there = ledger.counts.get(name, 0), actual.get(name, 0)
@@ -47,6 +49,7 @@ def recount(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Pro
     if started != ended + live:
         problems.append(Problem("total", queue, "", f"{started} were started, {ended} ended and {live} are live"))
     if not dry_run:
+        ledger.rebuilt = False
         ledger.counts = actual
         ledger.totals[Kind.ENQUEUED] = ledger.totals.get(Kind.ENQUEUED, 0) + ended + live - started
     return problems

@@ -177,7 +177,8 @@ class Lane:
             self.table.begin()
             for call in group:
                 call.result = call.verb(self._engine)
-            self.table.flush()
+            if writes:
+                self.table.flush()
             self._db.execute("COMMIT")
         except BaseException:
             self.table.forget_cache()

@@ -41,6 +41,10 @@ class MemoryQueue:
         if place < len(entries) and entries[place] == (at, key):
             del entries[place]
 
+    def displace_everywhere(self, key: bytes) -> None:
+        for entries in self.indexes.values():
+            entries[:] = [entry for entry in entries if entry[1] != key]
+
     def entry(self, key: bytes, job: Job) -> tuple[str | None, Key]:
         """Where a record stands: its own place, or none if it is not there."""
         index, at = index_of(job)
@@ -84,7 +88,10 @@ class MemoryTable:
         for change in changes:
             key = id_bytes(change.id)
             if change.before is not None:
-                into.displace(key, change.before)
+                if change.before is change.after:
+                    into.displace_everywhere(key)
+                else:
+                    into.displace(key, change.before)
                 count(into.ledger, change.before.state, view_of(change.before), -1)
             if change.after is not None:
                 into.records[key] = change.after

@@ -18,10 +18,10 @@ CREATE TABLE IF NOT EXISTS holdfast_queues (
 CREATE TABLE IF NOT EXISTS holdfast_jobs (
   job      INTEGER PRIMARY KEY,
   queue    INTEGER NOT NULL,
-  id       BLOB NOT NULL,
+  id       BLOB NOT NULL CHECK (typeof(id) = 'blob'),
   state    TEXT NOT NULL,                 -- waiting, running, completed, failed, cancelled
   view     TEXT,                          -- retrying, deferred
-  priority INTEGER NOT NULL,              -- 0..9, higher first
+  priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 9),  -- higher first
   run_at   INTEGER NOT NULL,
   arrival  INTEGER NOT NULL,
   until_at INTEGER,                       -- running: the lease's deadline; finished: the forget time; waiting: NULL

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast import machine
-from holdfast.clock import Clock
-from holdfast.jobs import PRIORITIES, Event, Job, Outcome, Run, State, Work, WorkerStats
+from holdfast.clock import Clock, QueueTime
+from holdfast.jobs import LIVE, PRIORITIES, At, Count, Event, Job, Kind, Ms, Outcome, Run, State, Work, WorkerStats
 from holdfast.storage.checks import clean_id, decode_cursor, encode_cursor, id_bytes
-from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, view_of
+from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, newest_stamp, view_of
 
 Row = tuple[Any, ...]
 
@@ -72,32 +72,36 @@ _PAGE_WAITING = (
 class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row's columns leave out of a `Job`, in the order in which it is stored. Only ever add at the end."""
 
-    generation: int
-    wall_at: int
+    generation: At
+    wall_at: At
     named: bool
-    attempts: int
-    retries: int
-    stalls: int
-    timeouts: int
+    attempts: Count
+    retries: Count
+    stalls: Count
+    timeouts: Count
     error: bytes | None
     run: Run | None
     outcome: Outcome | None
     previous: Outcome | None
-    keep_ms: int | None
-    keep_until_at: int
+    keep_ms: Ms | None
+    keep_until_at: At
     codec: str
-    timeout_ms: int | None
-    max_retries: int | None
-    max_stalls: int | None
-    max_timeouts: int | None
-    result_ttl_ms: int | None
-    dedup_ttl_ms: int | None
+    timeout_ms: Ms | None
+    max_retries: Count | None
+    max_stalls: Count | None
+    max_timeouts: Count | None
+    result_ttl_ms: Ms | None
+    dedup_ttl_ms: Ms | None
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
 _decode_ledger = msgspec.msgpack.Decoder(Ledger).decode
 _decode_worker = msgspec.msgpack.Decoder(WorkerStats).decode
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
+"""What decoding may raise, whatever is in a row."""
 
 
 def _rest_of(job: Job) -> bytes:
@@ -131,9 +135,11 @@ def _rest_of(job: Job) -> bytes:
 def _job_of(row: Row) -> Job:
     """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
     id, _, _, priority, run_at, arrival, payload, packed = row[:8]
+    if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
+        raise msgspec.ValidationError("a payload and the rest of a record are blobs")
+    if not _are_ints(priority, run_at, arrival) or priority not in PRIORITIES:
+        raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
     rest = _decode_rest(packed)
-    if payload is not None and not isinstance(payload, bytes):
-        raise msgspec.ValidationError("a payload is a blob")
     work = Work(
         payload,
         rest.codec,
@@ -166,8 +172,11 @@ def _job_of(row: Row) -> Job:
     )
 
 
-def _until_at(job: Job) -> int | None:
-    return None if job.run is None and job.outcome is None else index_of(job)[1][0]
+def _place(job: Job) -> Row:
+    """The columns that say where a record belongs: state, view, priority, run_at, arrival, until_at, worker."""
+    state, key = index_of(job)
+    until_at = None if state is State.WAITING else key[0]
+    return (state, view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
 
 
 class SqliteTable:
@@ -228,23 +237,21 @@ class SqliteTable:
             self._numbers[queue] = row[0]
             try:
                 ledger = _decode_ledger(row[1])
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 ledger = self._rebuilt_ledger(queue)
             self._ledgers[queue] = ledger
         return ledger
 
     def _rebuilt_ledger(self, queue: str) -> Ledger:
-        """A ledger that cannot be read is made anew: the records tell the counts and the newest stamp."""
-        ledger = Ledger(counts=self.tally(queue))
-        (arrival,) = self._db.execute(
-            "SELECT max(arrival) FROM holdfast_jobs WHERE queue = ?", (self._numbers[queue],)
-        ).fetchone()
-        ledger.time.last_stamp = max(arrival or 0, self._clock.now_us())
-        ledger.time.last_at = ledger.time.last_stamp
-        live = ledger.counts.get(State.WAITING, 0) + ledger.counts.get(State.RUNNING, 0)
-        ledger.totals = {"enqueued": live}
-        self._dirty.add(queue)
-        return ledger
+        """A ledger that cannot be read is made anew from all the records. The audit reports it until it is repaired."""
+        number = self._numbers[queue]
+        rows = self._db.execute(f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
+        stamps = (newest_stamp(job) for job in self._read(queue, rows))
+        newest = max(max(stamps, default=0), self._clock.now_us())
+        counts = self.tally(queue)
+        live = counts.get(State.WAITING, 0) + counts.get(State.RUNNING, 0)
+        time = QueueTime(last_at=newest, last_stamp=newest)
+        return Ledger(time, counts, {Kind.ENQUEUED: live}, rebuilt=True)
 
     def open(self, queue: str) -> Ledger:
         ledger = self.ledger(queue)
@@ -285,7 +292,7 @@ class SqliteTable:
         for row in rows:
             try:
                 jobs.append(_job_of(row))
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 self._damaged[self._numbers[queue], row[0]] = (row[1], row[2])
                 jobs.append(machine.damaged(clean_id(row[0]), _bytes(row[6]), self._clock.now_us()))
         return jobs
@@ -299,21 +306,22 @@ class SqliteTable:
         for change in changes:
             key, before, after = id_bytes(change.id), change.before, change.after
             if before is not None:
-                old = self._damaged.pop((number, key), (before.state, view_of(before)))
-                count(ledger, *old, -1)
+                old = self._damaged.pop((number, key), None)
+                state, view = old or (before.state, view_of(before))
+                count(ledger, state, view, -1)
+                if old is not None:
+                    self._count_damaged(ledger, before, state)
             if after is None:
                 deletes.append((number, key))
                 continue
-            state, view = after.state, view_of(after)
-            count(ledger, state, view, 1)
-            work, until_at, worker = after.work, _until_at(after), after.worker
-            place = (state, view, work.priority, after.run_at, after.arrival, until_at, worker)
+            place = _place(after)
+            count(ledger, place[0], place[1], 1)
             if before is None:
-                inserts.append((number, key, *place, work.payload, _rest_of(after)))
-            elif before.work is work:
+                inserts.append((number, key, *place, after.work.payload, _rest_of(after)))
+            elif before.work is after.work and before is not after:
                 updates.append((*place, _rest_of(after), number, key))
             else:
-                updates_all.append((*place, _rest_of(after), work.payload, number, key))
+                updates_all.append((*place, _rest_of(after), after.work.payload, number, key))
         for statement, rows in (
             (_DELETE, deletes),
             (_INSERT, inserts),
@@ -324,6 +332,12 @@ class SqliteTable:
                 self._db.executemany(statement, rows)
         self._dirty.add(queue)
         self.events.extend(events)
+
+    def _count_damaged(self, ledger: Ledger, job: Job, state: str) -> None:
+        """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
+        ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
+        if state in LIVE:
+            ledger.totals[Kind.FAILED] = ledger.totals.get(Kind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
@@ -402,8 +416,8 @@ class SqliteTable:
         return rows
 
     def workers(self) -> list[WorkerStats]:
-        rows = self._db.execute("SELECT stats FROM holdfast_workers WHERE namespace = ?", (self._namespace,))
-        return [_decode_worker(stats) for (stats,) in rows]
+        rows = self._db.execute("SELECT worker, stats FROM holdfast_workers WHERE namespace = ?", (self._namespace,))
+        return [_worker_of(worker, stats) for worker, stats in rows]
 
     def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
         if stats is None:
@@ -417,10 +431,17 @@ class SqliteTable:
 
     def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]:
         rows = self._db.execute(
-            f"SELECT {_COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
+            f"SELECT {_COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
             (self._numbers[queue], b"" if after is None else id_bytes(after), limit),
         )
-        return [_found(row) for row in rows]
+        return [self._found(queue, row) for row in rows]
+
+    def _found(self, queue: str, row: Row) -> Found:
+        (job,) = self._read(queue, [row])
+        if (self._numbers[queue], row[0]) in self._damaged:
+            return Found(job.id, None, job.payload, row[1], ())
+        place = (*row[1:6], *row[8:10])
+        return Found(job.id, job, job.payload, row[1], index_of(job)[1] if place == _place(job) else place)
 
     def tally(self, queue: str) -> dict[str, int]:
         counted = Ledger()
@@ -445,21 +466,23 @@ class SqliteTable:
         self._db.execute("DELETE FROM holdfast_listeners WHERE address = ?", (address,))
 
 
+def _worker_of(worker: str, stats: bytes) -> WorkerStats:
+    """What a worker announced; if that cannot be read, a worker whose time is up."""
+    try:
+        return _decode_worker(stats)
+    except UNREADABLE:
+        return WorkerStats(worker, {}, 0, 0, False)
+
+
 def _bytes(value: object) -> bytes | None:
     return value if isinstance(value, bytes) else None
+
+
+def _are_ints(*values: object) -> bool:
+    return all(type(value) is int for value in values)
 
 
 def _cursor_key(state: State | None, row: Row) -> Key:
     if state is None:
         return ()
     return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)
-
-
-def _found(row: Row) -> Found:
-    try:
-        job: Job | None = _job_of(row)
-    except msgspec.DecodeError:
-        job = None
-    state, until_at = row[1], row[8]
-    key: Key = (-row[3], row[4], row[5]) if until_at is None else (until_at,)
-    return Found(clean_id(row[0]), job, _bytes(row[6]), state, key)

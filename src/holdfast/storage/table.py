@@ -25,6 +25,8 @@ class Ledger(msgspec.Struct):
     totals: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     paused: bool = False
     reason: str = ""
+    rebuilt: bool = False
+    """It could not be read, and was made anew from the records: totals, pause and skew are lost."""
 
 
 class Change(msgspec.Struct, gc=False):
@@ -46,7 +48,8 @@ class Found(msgspec.Struct):
 
 
 class Table(Protocol):
-    """The records of a namespace, inside one atomic step. A record that cannot be read is given as `damaged`."""
+    """The records of a namespace, inside one atomic step. A record that cannot be read is given as `damaged`, and
+    when it is written, having been live, `write` adds it to the failed ones in the totals."""
 
     def ledger(self, queue: str) -> Ledger | None: ...
     def open(self, queue: str) -> Ledger: ...
@@ -79,6 +82,15 @@ def index_of(job: Job) -> tuple[str, Key]:
     if job.run is not None:
         return State.RUNNING, (job.run.until_at,)
     return State.WAITING, (-job.work.priority, job.run_at, job.arrival)
+
+
+def newest_stamp(job: Job) -> int:
+    """The highest of the queue's stamps that a record has."""
+    run = job.run
+    outcomes = [outcome.generation for outcome in (job.outcome, job.previous) if outcome is not None]
+    fences = [] if run is None else [run.fence]
+    following = [] if run is None or run.next is None else [run.next.generation, run.next.arrival]
+    return max(job.generation, job.arrival, *outcomes, *fences, *following)
 
 
 def view_of(job: Job) -> str | None:
