@@ -15,6 +15,10 @@ STEP_BACK_US = 1_000_000
 """A clock that falls back by more than this has stepped; by less, it is waited out."""
 
 
+MAX_STEPS = 8
+"""Steps back that a queue remembers, for the sake of absolute times that were due before them."""
+
+
 class Clock(Protocol):
     def now_us(self) -> int:
         """Microseconds since the epoch. May step back."""
@@ -53,7 +57,7 @@ class QueueTime(msgspec.Struct):
 
     When the clock steps back by S, `skew` grows by S. Every length counted in queue time (a lease, a backoff,
     a forget time) so lasts exactly as long as it should, and what was due stays due, with nothing rewritten.
-    Only an absolute `run_at`, the caller's word in wall time, must be compared with the wall again: `reached`.
+    Only an absolute `run_at`, the caller's word in wall time, must be moved along: `place`.
     """
 
     last_at: int = 0
@@ -62,20 +66,17 @@ class QueueTime(msgspec.Struct):
     """The newest stamp: the next one is higher."""
     skew: int = 0
     """Queue time minus wall time. 0 until the clock first steps back."""
-    stepped_at: int = 0
-    """The newest stamp at the last step back: what was set before it has a lower or equal one."""
-    stepped_from: int = 0
-    """What the wall clock had read before that step."""
-    wall: int = 0
-    """The clock as read by the present step; not stored."""
+    steps: list[tuple[int, int]] = []
+    """Steps back: the newest stamp by then, and the highest that the wall clock had read. Only those that were higher
+    than all later ones, the newest `MAX_STEPS`."""
 
     def tick(self, wall: int) -> int:
         """Begin a step: take the clock's reading, notice a step back, return the queue's now."""
         if wall + self.skew < self.last_at - STEP_BACK_US:
-            self.stepped_at = self.last_stamp
-            self.stepped_from = self.last_at - self.skew
+            peak = self.last_at - self.skew
+            higher = [step for step in self.steps if step[1] > peak]
+            self.steps = [*higher, (self.last_stamp, peak)][-MAX_STEPS:]
             self.skew = self.last_at - wall
-        self.wall = wall
         self.last_at = max(wall + self.skew, self.last_at)
         return self.last_at
 
@@ -84,6 +85,9 @@ class QueueTime(msgspec.Struct):
         self.last_stamp = max(self.last_at, self.last_stamp + 1)
         return self.last_stamp
 
-    def reached(self, wall_at: int, set_at: int) -> bool:
-        """Has the wall clock shown `wall_at`: does it now, or did it before the step back that followed `set_at`?"""
-        return wall_at <= self.wall or (set_at <= self.stepped_at and wall_at <= self.stepped_from)
+    def place(self, run_at: int, wall_at: int, set_at: int) -> int:
+        """Where a time that was set at the stamp `set_at` stands now. An absolute one (`wall_at` is not 0) moves with
+        every step back, so that it follows the wall, unless the wall had shown it before the step: then it was due."""
+        if wall_at == 0 or any(set_at <= stamp and wall_at <= peak for stamp, peak in self.steps):
+            return run_at
+        return wall_at + self.skew

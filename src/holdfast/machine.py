@@ -217,7 +217,7 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
-    due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp))
+    due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
     job = replace(
         _waited_for(job, request, time.last_at),
         work=request.work if update.payload else job.work,
@@ -249,7 +249,7 @@ def _update_running(
             update.resets_counts,
         )
     else:
-        due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due)
+        due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due, time)
         following = Next(
             stamp,
             request.work if update.payload else old.work,
@@ -270,12 +270,18 @@ def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
     return _Due(time.last_at + 1000 * (request.delay_ms or 0), stamp)
 
 
-def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due) -> _Due:
+def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
+    """The time that a rule takes, of two, both as the corrected clock has them."""
+    old, new = _as_placed(old, time), _as_placed(new, time)
     if rule == "if_later":
         return new if new.run_at > old.run_at else old
     if rule == "if_earlier":
         return new if new.run_at < old.run_at else old
     return new if rule else old
+
+
+def _as_placed(due: _Due, time: QueueTime) -> _Due:
+    return replace(due, run_at=time.place(due.run_at, due.wall_at, due.arrival)) if due.wall_at else due
 
 
 def _waited_for(job: Job, request: Request, now: int) -> Job:
@@ -332,14 +338,10 @@ def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
     return Step(replace(job, run=run, attempts=job.attempts + 1), (Kind.CLAIMED,))
 
 
-def early(job: Job, time: QueueTime) -> bool:
-    """A caller's absolute `run_at` that only a stepped clock made look due."""
-    return job.wall_at != 0 and not time.reached(job.wall_at, job.arrival)
-
-
-def follow_wall(job: Job, time: QueueTime) -> Job:
-    """Put an early job back to where the corrected clock has it."""
-    return replace(job, run_at=job.wall_at + time.skew)
+def follow_clock(job: Job, time: QueueTime) -> Job:
+    """The job at the place that the corrected clock gives its absolute `run_at`; mostly, that is where it is."""
+    run_at = time.place(job.run_at, job.wall_at, job.arrival)
+    return job if run_at == job.run_at else replace(job, run_at=run_at)
 
 
 def holds(job: Job | None, worker: str, fence: int) -> bool:
@@ -367,9 +369,9 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
         case Fail():
             return _end(job, _failed(job, settlement, now), Kind.FAILED, now)
         case Retry():
-            return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts])
+            return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
         case Release():
-            return _again(job, job.run, job, Kind.RELEASED)
+            return _again(job, job.run, job, Kind.RELEASED, time)
 
 
 _RETRY_KINDS = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}
@@ -396,7 +398,7 @@ def take_back(job: Job, time: QueueTime) -> Step:
     if back.stalls >= 2:
         delay_ms = min(run.lease_ms * 2 ** min(back.stalls - 2, 30), MAX_STALL_DELAY_MS)
         back = replace(back, run_at=time.last_at + 1000 * delay_ms, arrival=time.stamp(), wall_at=0)
-    return _again(job, run, back, Kind.STALLED)
+    return _again(job, run, back, Kind.STALLED, time)
 
 
 def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
@@ -413,7 +415,7 @@ def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
     return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)
 
 
-def _again(job: Job, run: Run, back: Job, kind: Kind) -> Step:
+def _again(job: Job, run: Run, back: Job, kind: Kind, time: QueueTime) -> Step:
     """The job waits again, with the settlement applied; now what is in `next` is merged in by its rules."""
     back = replace(back, run=None)
     following = run.next
@@ -423,6 +425,7 @@ def _again(job: Job, run: Run, back: Job, kind: Kind) -> Step:
         following.takes_run_at,
         _Due(back.run_at, back.arrival, back.wall_at),
         _Due(following.run_at, following.arrival, following.wall_at),
+        time,
     )
     back = replace(
         back,

@@ -55,16 +55,29 @@ def test_a_clock_that_falls_back_by_more_is_a_step_and_time_flows_on() -> None:
     assert time.skew == 2 * SECOND
 
 
-def test_an_absolute_time_is_reached_by_the_wall_now_or_before_the_step() -> None:
+def test_an_absolute_time_moves_with_a_step_unless_the_wall_had_shown_it_before() -> None:
     time = QueueTime()
     time.tick(10 * SECOND)
     before = time.stamp()
     time.tick(2 * SECOND)
     after = time.stamp()
-    assert time.reached(9 * SECOND, before)
-    assert not time.reached(11 * SECOND, before)
-    assert not time.reached(9 * SECOND, after)
-    assert time.reached(2 * SECOND, after)
+    assert time.place(9 * SECOND, 9 * SECOND, before) == 9 * SECOND
+    assert time.place(11 * SECOND, 11 * SECOND, before) == 19 * SECOND
+    assert time.place(9 * SECOND, 9 * SECOND, after) == 17 * SECOND
+    assert time.place(9 * SECOND, 0, before) == 9 * SECOND
+
+
+def test_a_step_is_remembered_until_a_higher_one_or_for_eight_steps() -> None:
+    time = QueueTime()
+    for wall in (30, 5, 10, 2, 20, 1):
+        time.tick(wall * SECOND)
+    assert [peak for _, peak in time.steps] == [30 * SECOND, 20 * SECOND]
+    for wall in (40, 0):
+        time.tick(wall * SECOND)
+    assert [peak for _, peak in time.steps] == [40 * SECOND]
+    for _ in range(20):
+        time.tick(time.last_at - time.skew - 2 * SECOND)
+    assert len(time.steps) == 8
 
 
 @given(st.lists(st.integers(0, 100 * SECOND), min_size=1))
