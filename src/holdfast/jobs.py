@@ -14,10 +14,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
+MAX_MS = 10 * 365 * 24 * 3_600_000
+"""No delay and no time to live is longer than ten years."""
+
 At = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-"""A point in time, or a stamp. Storages refuse to read a greater one: a double still holds this one exactly."""
-Ms = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+"""A point in time or a stamp: as much as a double holds exactly."""
+WallAt = Annotated[int, msgspec.Meta(ge=1, lt=4_102_444_800_000_000)]
+"""A wall time that a caller gives, before the year 2100: one in nanoseconds is caught here."""
+Ms = Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Limit = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+Priority = Annotated[int, msgspec.Meta(ge=0, le=9)]
+Codec = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
 
 DEFAULT_PRIORITY = 5
 PRIORITIES = range(10)
@@ -51,14 +59,14 @@ class Work(Value, frozen=True):
 
     payload: bytes | None
     """None only in an operator's retry and in a completed record, which drops its payload."""
-    codec: str = "json"
+    codec: Codec = "json"
     """Which codec wrote the payload."""
-    priority: int = DEFAULT_PRIORITY
-    timeout_ms: Ms | None = None
+    priority: Priority = DEFAULT_PRIORITY
+    timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_MS)] | None = None
     """This and the limits below: None means the handler's own, looked up when the job is claimed."""
-    max_retries: Count | None = None
-    max_stalls: Count | None = None
-    max_timeouts: Count | None = None
+    max_retries: Limit | None = None
+    max_stalls: Limit | None = None
+    max_timeouts: Limit | None = None
     result_ttl_ms: Ms | None = None
     dedup_ttl_ms: Ms | None = None
 
@@ -104,7 +112,7 @@ class Outcome(Value, frozen=True):
     dedup_at: At = 0
     """Until here a completed id answers `keep` from its cache."""
     result: bytes | None = None
-    codec: str = "json"
+    codec: Codec = "json"
     """Which codec wrote the result."""
     error: bytes | None = None
 
@@ -210,12 +218,12 @@ class Request(Value, frozen=True):
 
     id: str
     work: Work
-    run_at: int | None = None
-    delay_ms: int | None = None
+    run_at: WallAt | None = None
+    delay_ms: Ms | None = None
     update: Update | None = None
     """None keeps what is there."""
     named: bool = False
-    keep_ms: int = 0
+    keep_ms: Ms = 0
     """Somebody will wait for the outcome: remember it for at least this long from now."""
 
 
@@ -223,20 +231,20 @@ class Complete(Value, frozen=True, tag="complete"):
     """The run did its work. With both lengths 0, and nobody waiting, the record is dropped."""
 
     id: str
-    fence: int
+    fence: At
     result: bytes | None = None
-    codec: str = "json"
-    result_ttl_ms: int = 0
-    dedup_ttl_ms: int = 0
+    codec: Codec = "json"
+    result_ttl_ms: Ms = 0
+    dedup_ttl_ms: Ms = 0
 
 
 class Fail(Value, frozen=True, tag="fail"):
     """The job is given up. `follow_up` is enqueued into the queue's `/failed` companion in the same step."""
 
     id: str
-    fence: int
+    fence: At
     error: bytes
-    failure_ttl_ms: int
+    failure_ttl_ms: Ms
     follow_up: Work | None = None
 
 
@@ -244,10 +252,10 @@ class Retry(Value, frozen=True, tag="retry"):
     """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise."""
 
     id: str
-    fence: int
+    fence: At
     error: bytes | None = None
-    delay_ms: int = 0
-    run_at: int | None = None
+    delay_ms: Ms = 0
+    run_at: WallAt | None = None
     counts: Literal["retries", "stalls", "timeouts"] = "retries"
 
 
@@ -255,7 +263,7 @@ class Release(Value, frozen=True, tag="release"):
     """The job goes back to its place, uncounted, as if the run had not been."""
 
     id: str
-    fence: int
+    fence: At
 
 
 Settlement = Complete | Fail | Retry | Release
@@ -265,7 +273,7 @@ class Lease(Value, frozen=True):
     """The right of one worker to run a job, as `extend` names it."""
 
     id: str
-    fence: int
+    fence: At
     progress: bytes | None = None
 
 
@@ -374,9 +382,13 @@ class QueueStats(Value, frozen=True):
     """How often each event has happened, since the queue was made; rates are differences of these."""
 
 
+Facts = dict[str, str | int | list[str]]
+"""What a worker says of itself."""
+
+
 class WorkerStats(Value, frozen=True):
     worker: str
-    facts: dict[str, str | int | list[str]]
+    facts: Facts
     beat_at: int
     expires_at: int
     evict_asked: bool

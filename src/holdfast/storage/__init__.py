@@ -22,6 +22,7 @@ from holdfast.jobs import (
     Enqueued,
     Event,
     Extended,
+    Facts,
     Fail,
     Job,
     Kept,
@@ -106,7 +107,7 @@ class Storage(Protocol):
         `drop` then forgets an empty queue itself."""
         ...
 
-    async def announce(self, worker: str, facts: dict[str, str | int | list[str]], *, ttl_ms: int) -> Orders:
+    async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
         """Say that a worker is there and what it is; `facts["queues"]` lists what it serves. Its orders come back."""
         ...
 
@@ -157,8 +158,12 @@ def connect(
 
 
 def redact(url: str) -> str:
-    """A URL as it may be shown: without its password."""
-    return re.sub(r"(?<=://)([^:@/]*):[^@/]*@", r"\1:***@", url)
+    """A URL as it may be shown: without whatever could be a password, also in one that is not well formed."""
+    head, at, tail = url.rpartition("@")
+    if at:
+        scheme, slashes, _ = head.partition("://")
+        url = f"{scheme if slashes else ''}{slashes}***@{tail}"
+    return re.sub(r"(?i)((?:pass|secret|token|auth)[^=&]*=)[^&#]*", r"\1***", url)
 
 
 def _split(url: str) -> SplitResult:
@@ -172,9 +177,10 @@ def _split(url: str) -> SplitResult:
 
 def _sqlite(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
     path = unquote(parts.path[1:])
-    if parts.netloc or not path or path == ":memory:":
+    if parts.netloc or not path or path == ":memory:" or "\0" in path:
         raise OptionError(
-            f"{url!r:.120} names no file: use sqlite:///jobs.db (relative), sqlite:////srv/jobs.db (absolute) or memory://"
+            f"{redact(url)!r:.120} names no file:"
+            " use sqlite:///jobs.db (relative), sqlite:////srv/jobs.db (absolute) or memory://"
         )
     asked = _query(url, parts, {"synchronous"})
     module = importlib.import_module("holdfast.storage.sqlite")
@@ -182,18 +188,19 @@ def _sqlite(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
     return storage
 
 
-_shared: dict[str, Storage] = {}
+_shared: dict[tuple[str, object], Storage] = {}
 
 
 def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
     _query(url, parts, set())
     name = parts.netloc + parts.path
-    if name in _shared:
-        return _shared[name]
+    shared = _shared.get((name, options["namespace"]))
+    if shared is not None:
+        return shared
     module = importlib.import_module("holdfast.storage.memory")
-    storage: Storage = module.MemoryStorage(name, **{key: options[key] for key in options if key != "namespace"})
+    storage: Storage = module.MemoryStorage(name, **options)
     if name:
-        _shared[name] = storage
+        _shared[name, options["namespace"]] = storage
     return storage
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
 from holdfast.jobs import (
+    FINISHED,
     Cancelled,
     Claim,
     Enqueued,
     Extended,
+    Facts,
     Fail,
     Job,
     Kept,
@@ -36,7 +38,7 @@ from holdfast.jobs import (
     WorkerStats,
 )
 from holdfast.storage.books import Books
-from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP
+from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
 from holdfast.storage.examine import examine, recount
 from holdfast.storage.table import Ledger, Table
 
@@ -64,7 +66,7 @@ class Engine:
     def _time(self, queue: str) -> QueueTime:
         """The queue's time for a step that only reads."""
         ledger = self.table.ledger(queue)
-        time = QueueTime() if ledger is None else msgspec.structs.replace(ledger.time)
+        time = QueueTime() if ledger is None else replace(ledger.time)
         time.tick(self.clock.now_us())
         return time
 
@@ -176,8 +178,11 @@ class Engine:
 
     def scan(self, queue: str, *, state: State | None, after: str | None, limit: int) -> Page:
         time = self._time(queue)
-        jobs, cursor = self.table.page(queue, state, after, limit)
-        return Page([_listed(_as_read(job, time)) for job in jobs if not machine.forgotten(job, time.last_at)], cursor)
+        places = 0 if state is None else 3 if state is State.WAITING else 1
+        start = None if after is None else decode_cursor(after, places)
+        jobs, end = self.table.page(queue, state, start, limit)
+        listed = [_listed(_as_read(job, time)) for job in jobs if not machine.forgotten(job, time.last_at)]
+        return Page(listed, None if end is None else encode_cursor(*end))
 
     def snapshot(self) -> Snapshot:
         now = self.clock.now_us()
@@ -188,6 +193,7 @@ class Engine:
         ledger = self.table.ledger(queue) or Ledger()
         now = self._time(queue).last_at
         counts = ledger.counts
+        past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
         heads = self.table.heads(queue, now) if counts.get(State.WAITING, 0) > scheduled else []
         oldest = min((max(job.run_at, job.generation) for job in heads), default=now)
@@ -198,9 +204,9 @@ class Engine:
             running=counts.get(State.RUNNING, 0),
             retrying=counts.get("retrying", 0),
             deferred=counts.get("deferred", 0),
-            completed=counts.get(State.COMPLETED, 0),
-            failed=counts.get(State.FAILED, 0),
-            cancelled=counts.get(State.CANCELLED, 0),
+            completed=counts.get(State.COMPLETED, 0) - past[State.COMPLETED],
+            failed=counts.get(State.FAILED, 0) - past[State.FAILED],
+            cancelled=counts.get(State.CANCELLED, 0) - past[State.CANCELLED],
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=ledger.paused,
             reason=ledger.reason,
@@ -257,7 +263,7 @@ class Engine:
                 break
         return asked
 
-    def announce(self, worker: str, facts: dict[str, str | int | list[str]], *, ttl_ms: int) -> Orders:
+    def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
         now = self.clock.now_us()
         known = {stats.worker: stats for stats in self.table.workers()}
         for stats in known.values():
@@ -272,7 +278,7 @@ class Engine:
         now = self.clock.now_us()
         for stats in self.table.workers():
             if stats.worker == worker and stats.expires_at > now:
-                self.table.write_worker(worker, msgspec.structs.replace(stats, evict_asked=True))
+                self.table.write_worker(worker, replace(stats, evict_asked=True))
                 return True
         return False
 
@@ -281,11 +287,12 @@ class Engine:
         if ledger is None:
             return Repaired([], 0, None)
         books = Books(self.table, queue, ledger, self.clock.now_us())
-        found = self.table.inspect(queue, cursor, REPAIR_PAGE)
-        at_end = len(found) < REPAIR_PAGE
-        strays = self.table.check_indexes(queue) if at_end else []
+        start = None if cursor is None else decode_cursor(cursor, 0)
+        strays = self.table.check_indexes(queue) if start is None else []
         if strays and not dry_run:
             self.table.rebuild_indexes(queue)
+        found = self.table.inspect(queue, start, REPAIR_PAGE)
+        at_end = len(found) < REPAIR_PAGE
         problems: list[Problem] = []
         for record in found:
             problem, mended = examine(queue, record, books)
@@ -301,7 +308,7 @@ class Engine:
         if problems and not dry_run:
             ledger.time = books.time
             self.table.write_ledger(queue)
-        return Repaired(problems, len(found), None if at_end else found[-1].id)
+        return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
 
 
 def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
@@ -316,7 +323,7 @@ def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
 
 
 def _claim(books: Books, limit: int, worker: str, lease_ms: int) -> tuple[list[Job], int]:
-    """Lease what is due, in order, up to the limits. What a stepped clock has misplaced is put in its place: how many."""
+    """Lease what is due, in order, up to the limits; and put right what a stepped clock has misplaced: how many."""
     claimed: list[Job] = []
     size = misplaced = 0
     for job in books.table.due(books.queue, books.now, limit):
@@ -340,14 +347,16 @@ def _as_read(job: Job, time: QueueTime) -> Job:
     job = machine.tidy(job, time.last_at)
     if not time.skew:
         return job
-    return msgspec.structs.replace(job, run_at=job.wall_at or job.run_at - time.skew)
+    return replace(job, run_at=job.wall_at or job.run_at - time.skew)
 
 
 def _listed(job: Job) -> Job:
     """A record as `scan` gives it: without the bytes that could make a page large."""
-    outcome = None if job.outcome is None else msgspec.structs.replace(job.outcome, result=None)
-    work = msgspec.structs.replace(job.work, payload=None)
-    return msgspec.structs.replace(job, work=work, outcome=outcome, previous=None)
+    outcome = None if job.outcome is None else replace(job.outcome, result=None)
+    run = job.run
+    if run is not None and run.next is not None:
+        run = replace(run, next=replace(run.next, work=replace(run.next.work, payload=None)))
+    return replace(job, work=replace(job.work, payload=None), run=run, outcome=outcome, previous=None)
 
 
 def _served(worker: WorkerStats) -> list[str]:

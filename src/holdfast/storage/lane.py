@@ -8,6 +8,7 @@ the disk takes less time than the way to another thread and back (docs/decisions
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import random
 import sqlite3
@@ -33,6 +34,7 @@ BUSY_S = 10.0
 """How long a call waits for other processes to finish their transactions."""
 
 T = TypeVar("T")
+log = logging.getLogger("holdfast.sqlite")
 
 
 class _Call(Generic[T]):
@@ -105,16 +107,18 @@ class Lane:
         await asyncio.to_thread(self._thread.join)
 
     def _run_here(self, call: _Call[Any]) -> bool:
-        """Run a call on its caller's thread. False if another process is writing: waiting is for the lane's thread."""
-        with self._connection_lock:
-            try:
-                self._transaction([call], patient=False)
-            except sqlite3.OperationalError as error:
-                if is_busy(error):
-                    return False
-                call.error = as_holdfast_error(error, self._path)
-            except Exception as error:
-                call.error = as_holdfast_error(error, self._path)
+        """Run a call on its caller's thread. False if that would mean to wait, for another process or for
+        a checkpoint: waiting is for the lane's thread."""
+        if not self._connection_lock.acquire(blocking=False):
+            return False
+        try:
+            self._transaction([call], patient=False)
+        except Exception as error:
+            if is_busy(error):
+                return False
+            call.error = as_holdfast_error(error, self._path)
+        finally:
+            self._connection_lock.release()
         return True
 
     def _done(self, calls: int) -> None:
@@ -145,7 +149,10 @@ class Lane:
         """Move what was written from the log into the file. It waits for the disk, so nobody should wait for it."""
         with self._connection_lock:
             self._since_checkpoint = 0
-            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            try:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.Error as error:
+                log.warning("could not checkpoint %s (%s): trying again later", self._path, error)
 
     def _next_group(self) -> list[_Call[Any]]:
         """Wait for a call, then take what else has queued up."""
@@ -164,11 +171,12 @@ class Lane:
         try:
             self._transaction(group, patient=True)
         except Exception as error:
-            if len(group) > 1:
+            if len(group) > 1 and not is_busy(error):
                 for call in group:
                     self._run([call])
-            else:
-                group[0].error = as_holdfast_error(error, self._path)
+                return
+            for call in group:
+                call.error = as_holdfast_error(error, self._path)
 
     def _transaction(self, group: list[_Call[Any]], *, patient: bool) -> None:
         writes = any(call.writes for call in group)
@@ -187,8 +195,15 @@ class Lane:
             raise
         if writes:
             self._since_checkpoint += PAGES_A_COMMIT + len(self.table.events) // EVENTS_A_PAGE
+            self._tell()
+
+    def _tell(self) -> None:
+        """The commit stands, whatever becomes of the news of it."""
+        try:
             if self._committed is not None:
                 self._committed(self.table)
+        except Exception:
+            log.exception("could not tell of a commit to %s", self._path)
 
     def _begin(self, statement: str, patient: bool) -> None:
         """Begin; if `patient`, wait for other processes in short random naps: SQLite's own grow to 100 ms."""
@@ -224,15 +239,20 @@ def _resolve(calls: list[_Call[Any]]) -> None:
             call.future.set_result(call.result)
 
 
-def is_busy(error: sqlite3.Error) -> bool:
-    return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+def is_busy(error: Exception) -> bool:
+    return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_BUSY
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; 0 for what the module itself objects to."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def as_holdfast_error(error: Exception, path: Path) -> Exception:
     """What a caller is told when SQLite refuses. Other errors are ours, and stay what they are."""
     if not isinstance(error, sqlite3.Error):
         return error
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    code = _code(error)
     if code == sqlite3.SQLITE_FULL:
         mapped: Exception = StorageFull(f"no room left for {path} ({error}): free some disk space; nothing was changed")
     elif code == sqlite3.SQLITE_BUSY:

@@ -18,6 +18,7 @@ from holdfast.jobs import (
     Enqueued,
     Event,
     Extended,
+    Facts,
     Job,
     Kept,
     Lease,
@@ -43,7 +44,7 @@ class LocalStorage(ABC):
     """What memory and SQLite share. See `holdfast.storage.Storage` for what the verbs promise."""
 
     def __init__(self, max_payload: int = checks.MAX_PAYLOAD_BYTES) -> None:
-        self._max_payload = max_payload
+        self._max_payload = checks.check_max_payload(max_payload)
         self._hub = Hub()
         self._pid: int | None = None
 
@@ -82,6 +83,7 @@ class LocalStorage(ABC):
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
         checks.check_settlements(queue, batch, self._max_payload)
+        checks.check_worker(worker)
         if not batch:
             return []
         return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
@@ -111,8 +113,7 @@ class LocalStorage(ABC):
         return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
 
     def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        for topic in topics:
-            checks.check_queue(topic.queue)
+        checks.check_topics(topics)
         self._check_open()
         return Subscription(self._hub, topics)
 
@@ -121,6 +122,7 @@ class LocalStorage(ABC):
         checks.check_limit(limit, checks.MAX_PAGE)
         if state is not None:
             checks.check_states([state])
+            state = State(state)
         return await self._look(lambda engine: engine.scan(queue, state=state, after=after, limit=limit))
 
     async def snapshot(self) -> Snapshot:
@@ -128,6 +130,7 @@ class LocalStorage(ABC):
 
     async def pause(self, queue: str, paused: bool, *, reason: str = "") -> None:
         checks.check_queue(queue)
+        checks.check_pause(paused, reason)
         await self._step(lambda engine: engine.pause(queue, paused, reason=reason))
 
     async def sweep(self, queue: str, limit: int = checks.MAX_SWEEP, *, worker: str | None = None) -> Swept:
@@ -141,10 +144,12 @@ class LocalStorage(ABC):
         checks.check_queue(queue)
         checks.check_limit(limit, checks.MAX_PAGE)
         checks.check_states(states)
+        states = {State(state) for state in states}
         return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
 
-    async def announce(self, worker: str, facts: dict[str, str | int | list[str]], *, ttl_ms: int) -> Orders:
+    async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
         checks.check_lease(worker, ttl_ms)
+        checks.check_facts(facts)
         return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
 
     async def evict(self, worker: str) -> bool:

@@ -16,10 +16,9 @@ from holdfast.storage import checks
 from holdfast.storage.checks import id_bytes
 from holdfast.storage.engine import Engine
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, view_of
+from holdfast.storage.table import Change, Found, Key, Ledger, Place, count, index_of, view_of
 
 T = TypeVar("T")
-Entry = tuple[Key, bytes]
 
 
 class MemoryQueue:
@@ -28,7 +27,7 @@ class MemoryQueue:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.records: dict[bytes, Job] = {}
-        self.indexes: dict[str, list[Entry]] = {state: [] for state in State}
+        self.indexes: dict[str, list[Place]] = {state: [] for state in State}
 
     def place(self, key: bytes, job: Job) -> None:
         index, at = index_of(job)
@@ -65,6 +64,8 @@ class MemoryTable:
     def __init__(self) -> None:
         self._queues: dict[str, MemoryQueue] = {}
         self._workers: dict[str, WorkerStats] = {}
+        self._floor = 0
+        """The highest stamp of the queues that were dropped: none is given out twice."""
         self.events: list[Event] = []
 
     def ledger(self, queue: str) -> Ledger | None:
@@ -72,7 +73,10 @@ class MemoryTable:
         return None if found is None else found.ledger
 
     def open(self, queue: str) -> Ledger:
-        return self._queues.setdefault(queue, MemoryQueue()).ledger
+        if queue not in self._queues:
+            self._queues[queue] = MemoryQueue()
+            self._queues[queue].ledger.time.last_stamp = self._floor
+        return self._queues[queue].ledger
 
     def queues(self) -> list[str]:
         return list(self._queues)
@@ -105,7 +109,7 @@ class MemoryTable:
         pass
 
     def drop(self, queue: str) -> None:
-        del self._queues[queue]
+        self._floor = max(self._floor, self._queues.pop(queue).ledger.time.last_stamp)
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         found: list[Job] = []
@@ -147,6 +151,9 @@ class MemoryTable:
         jobs = (source.records[key] for _, key in source.indexes[State.RUNNING])
         return [job for job in jobs if job.worker == worker][:limit]
 
+    def past(self, queue: str, state: State, now: int) -> int:
+        return bisect.bisect_left(self._queues[queue].indexes[state], ((now + 1,), b""))
+
     def next_sweep_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.RUNNING]
         return entries[0][0][0] if entries else None
@@ -157,15 +164,16 @@ class MemoryTable:
             found += self._queues[queue].upto(state, now, limit - len(found))
         return found
 
-    def page(self, queue: str, state: State | None, after: str | None, limit: int) -> tuple[list[Job], str | None]:
+    def page(self, queue: str, state: State | None, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if queue not in self._queues:
             return [], None
         source = self._queues[queue]
-        entries = [((), key) for key in sorted(source.records)] if state is None else source.indexes[state]
-        start = 0 if after is None else bisect.bisect_right(entries, checks.decode_cursor(after))
+        everything: list[Place] = [((), key) for key in sorted(source.records)] if state is None else []
+        entries = everything if state is None else source.indexes[state]
+        start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
         more = start + limit < len(entries)
-        return [source.records[key] for _, key in chosen], checks.encode_cursor(*chosen[-1]) if more else None
+        return [source.records[key] for _, key in chosen], chosen[-1] if more else None
 
     def workers(self) -> list[WorkerStats]:
         return list(self._workers.values())
@@ -176,9 +184,9 @@ class MemoryTable:
         else:
             self._workers[worker] = stats
 
-    def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]:
+    def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
         source = self._queues[queue]
-        keys = sorted(key for key in source.records if after is None or key > id_bytes(after))[:limit]
+        keys = sorted(key for key in source.records if after is None or key > after[1])[:limit]
         return [
             Found(checks.clean_id(key), job, job.payload, *source.entry(key, job))
             for key, job in ((key, source.records[key]) for key in keys)
@@ -213,9 +221,15 @@ class MemoryStorage(LocalStorage):
     """Jobs in this process's memory. Gone with the process."""
 
     def __init__(
-        self, name: str = "", *, clock: Clock | None = None, max_payload: int = checks.MAX_PAYLOAD_BYTES
+        self,
+        name: str = "",
+        *,
+        namespace: str = "hf",
+        clock: Clock | None = None,
+        max_payload: int = checks.MAX_PAYLOAD_BYTES,
     ) -> None:
         super().__init__(max_payload)
+        self.namespace = checks.check_namespace(namespace)
         self.name = name
         self.table = MemoryTable()
         self._engine = Engine(self.table, clock or SystemClock())

@@ -2,7 +2,7 @@
 -- Times are integer microseconds in the queue's time (see clock.py).
 
 CREATE TABLE IF NOT EXISTS holdfast_meta (
-  key   TEXT PRIMARY KEY,                 -- 'layout': the version of all this
+  key   TEXT PRIMARY KEY,                 -- 'layout': the version of all this; 'floor': the highest stamp of any queue that was dropped
   value INTEGER NOT NULL
 );
 

@@ -190,14 +190,15 @@ def _prepare_layout(db: sqlite3.Connection, path: Path) -> None:
         schema = resources.files("holdfast.storage").joinpath("schema.sql").read_text()
         version = f"INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', {LAYOUT});"
         db.executescript(f"BEGIN IMMEDIATE; {schema} {version} COMMIT;")
-    elif layout > LAYOUT:
+    elif not isinstance(layout, int) or layout > LAYOUT:
         raise LayoutTooNew(
             f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
         )
 
 
-def _layout(db: sqlite3.Connection) -> int | None:
+def _layout(db: sqlite3.Connection) -> object:
+    """The version in the file; None if there is none yet."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'holdfast_meta'").fetchone():
         return None
     row = db.execute("SELECT value FROM holdfast_meta WHERE key = 'layout'").fetchone()
-    return None if row is None else int(row[0])
+    return None if row is None else row[0]

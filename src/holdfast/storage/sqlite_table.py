@@ -14,9 +14,24 @@ import msgspec
 
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
-from holdfast.jobs import LIVE, PRIORITIES, At, Count, Event, Job, Kind, Ms, Outcome, Run, State, Work, WorkerStats
-from holdfast.storage.checks import clean_id, decode_cursor, encode_cursor, id_bytes
-from holdfast.storage.table import Change, Found, Key, Ledger, count, index_of, newest_stamp, view_of
+from holdfast.jobs import (
+    LIVE,
+    PRIORITIES,
+    At,
+    Count,
+    Event,
+    Job,
+    Kind,
+    Limit,
+    Ms,
+    Outcome,
+    Run,
+    State,
+    Work,
+    WorkerStats,
+)
+from holdfast.storage.checks import clean_id, id_bytes
+from holdfast.storage.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of
 
 Row = tuple[Any, ...]
 
@@ -87,9 +102,9 @@ class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     keep_until_at: At
     codec: str
     timeout_ms: Ms | None
-    max_retries: Count | None
-    max_stalls: Count | None
-    max_timeouts: Count | None
+    max_retries: Limit | None
+    max_stalls: Limit | None
+    max_timeouts: Limit | None
     result_ttl_ms: Ms | None
     dedup_ttl_ms: Ms | None
 
@@ -257,6 +272,7 @@ class SqliteTable:
         ledger = self.ledger(queue)
         if ledger is None:
             ledger = self._ledgers[queue] = Ledger()
+            ledger.time.last_stamp = self._floor()
             cursor = self._db.execute(
                 "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
                 (self._namespace, queue, _encode(ledger)),
@@ -265,13 +281,19 @@ class SqliteTable:
             self._numbers[queue] = cursor.lastrowid
         return ledger
 
+    def _floor(self) -> int:
+        """The highest stamp of the queues that were dropped: none is given out twice."""
+        row = self._db.execute("SELECT value FROM holdfast_meta WHERE key = 'floor'").fetchone()
+        return 0 if row is None else int(row[0])
+
     def queues(self) -> list[str]:
         rows = self._db.execute("SELECT name FROM holdfast_queues WHERE namespace = ?", (self._namespace,))
         return [name for (name,) in rows]
 
     def drop(self, queue: str) -> None:
+        floor = max(self._floor(), self._ledgers.pop(queue).time.last_stamp)
+        self._db.execute("INSERT OR REPLACE INTO holdfast_meta VALUES ('floor', ?)", (floor,))
         self._db.execute("DELETE FROM holdfast_queues WHERE queue = ?", (self._numbers.pop(queue),))
-        del self._ledgers[queue]
         self._dirty.discard(queue)
 
     def write_ledger(self, queue: str) -> None:
@@ -364,6 +386,13 @@ class SqliteTable:
         )
         return self._read(queue, rows)
 
+    def past(self, queue: str, state: State, now: int) -> int:
+        found: int = self._db.execute(
+            "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?",
+            (self._numbers[queue], state, now),
+        ).fetchone()[0]
+        return found
+
     def next_sweep_at(self, queue: str) -> int | None:
         found: int | None = self._db.execute(
             "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL",
@@ -386,11 +415,11 @@ class SqliteTable:
         )
         return self._read(queue, rows)
 
-    def page(self, queue: str, state: State | None, after: str | None, limit: int) -> tuple[list[Job], str | None]:
+    def page(self, queue: str, state: State | None, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if self.ledger(queue) is None:
             return [], None
         number = self._numbers[queue]
-        key, id = ((), b"") if after is None else decode_cursor(after)
+        key, id = ((), b"") if after is None else after
         if state is State.WAITING:
             rows = self._page_waiting(number, key, limit + 1)
         elif state is None:
@@ -403,7 +432,7 @@ class SqliteTable:
         if len(rows) <= limit:
             return jobs, None
         last = rows[limit - 1]
-        return jobs, encode_cursor(_cursor_key(state, last), last[0])
+        return jobs, (_key(state, last), last[0])
 
     def _page_waiting(self, number: int, key: Key, limit: int) -> list[Row]:
         rows: list[Row] = []
@@ -429,10 +458,10 @@ class SqliteTable:
                 "INSERT OR REPLACE INTO holdfast_workers VALUES (?, ?, ?)", (self._namespace, worker, _encode(stats))
             )
 
-    def inspect(self, queue: str, after: str | None, limit: int) -> list[Found]:
+    def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
         rows = self._db.execute(
             f"SELECT {_COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
-            (self._numbers[queue], b"" if after is None else id_bytes(after), limit),
+            (self._numbers[queue], b"" if after is None else after[1], limit),
         )
         return [self._found(queue, row) for row in rows]
 
@@ -482,7 +511,7 @@ def _are_ints(*values: object) -> bool:
     return all(type(value) is int for value in values)
 
 
-def _cursor_key(state: State | None, row: Row) -> Key:
+def _key(state: State | None, row: Row) -> Key:
     if state is None:
         return ()
     return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)

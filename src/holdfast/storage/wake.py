@@ -7,6 +7,7 @@ just gone): it is a hint. Where there are no Unix sockets, `Poll` looks at the f
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import socket
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.jobs import Event
+from holdfast.jobs import Event, Kind
+from holdfast.storage.checks import clean_id, id_bytes
 
 MAX_ADDRESS_BYTES = 100
 """What a Unix socket's path may have on every system we know."""
@@ -26,13 +28,14 @@ EVENTS_PER_DATAGRAM = 100
 POLL_S = 0.02
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[str, list[Event]]).decode
+_decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[Kind, str, bytes, int, int]]]).decode
 
 
 class Ear:
     """This process's socket, and the thread that reads it."""
 
     def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
+        _clear_away(beside)
         self._hear = hear
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.address = _address(beside)
@@ -47,8 +50,9 @@ class Ear:
             if not data:
                 return
             try:
-                self._hear(*_decode(data))
-            except msgspec.DecodeError:
+                namespace, events = _decode(data)
+                self._hear(namespace, [Event(k, queue, clean_id(id), g, at) for k, queue, id, g, at in events])
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # A newer release, or noise. It was only a hint.
 
     def close(self) -> None:
@@ -70,9 +74,10 @@ class Mouth:
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
-        for start in range(0, len(events), EVENTS_PER_DATAGRAM):
+        packed = [(e.kind, e.queue, id_bytes(e.id), e.generation, e.run_at) for e in events]
+        for start in range(0, len(packed), EVENTS_PER_DATAGRAM):
             try:
-                self._socket.sendto(_encode((namespace, events[start : start + EVENTS_PER_DATAGRAM])), address)
+                self._socket.sendto(_encode((namespace, packed[start : start + EVENTS_PER_DATAGRAM])), address)
             except (ConnectionRefusedError, FileNotFoundError):
                 Path(address).unlink(missing_ok=True)  # A killed process leaves its socket behind.
                 return False
@@ -108,6 +113,18 @@ class Poll:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def _clear_away(beside: Path) -> None:
+    """Remove the sockets of processes that were killed before anybody knew their address."""
+    for left in beside.parent.glob(f"{glob.escape(beside.name)}-ear-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(str(left))
+            except ConnectionRefusedError:
+                left.unlink(missing_ok=True)
+            except OSError:
+                continue  # It went away by itself, or is not ours to judge.
 
 
 def _address(beside: Path) -> str:
