@@ -118,7 +118,7 @@ async def test_the_same_payload_under_another_id_is_another_job(stage: Stage) ->
     await stage.complete(plain, ttl=0)
     assert (plain.id, (await stage.enqueue("unique", b"same")).placed) == ("plain", Placed.DUPLICATE)
     await stage.complete(await stage.claim_one(), ttl=0)
-    assert await stage.claim(10) == []
+    assert (await stage.claim(10), (await stage.stats()).ready) == ([], 0)
 
 
 # Workers
@@ -195,7 +195,7 @@ async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
     reply = await stage.enqueue("a")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         task = group.create_task(waiters.wait(stage.storage, "q", "a", reply.generation, wait_s=None))
-        while not (await stage.the("a")).keep_until_at:  # The waiter has asked for the outcome, and now waits.
+        while not (await stage.the("a")).keep_until_at:  # noqa: ASYNC110, until the waiter has asked for the outcome
             await asyncio.sleep(0)
         await stage.complete(await stage.claim_one(), b"found")
     assert task.result().result == b"found"

@@ -1,0 +1,74 @@
+"""docs/seeds.md is complete and true: every item has a row, every row an answer, every test it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "seeds.md"
+
+ASSERTIONS = {
+    "4.1": 19,
+    "4.2": 18,
+    "4.3": 45,
+    "4.4": 37,
+    "4.5": 13,
+    "4.6": 12,
+    "4.7": 29,
+    "4.8": 8,
+    "4.9": 25,
+    "4.10": 12,
+    "4.11": 18,
+    "4.12": 38,
+}
+"""How much each suite of the four systems asserts."""
+FLAWS = {"F-Q": 21, "F-P": 28, "F-M": 15, "F-W": 13}
+
+ROW = re.compile(r"^\| ((?:4|F-)\S+) \| (.+?) \| (.+) \|$", re.MULTILINE)
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+ANSWER = re.compile(TEST.pattern + r"|the design: “[^”]+”|`later: (?:app|worker|redis|cli)`")
+
+
+def rows() -> list[tuple[str, str, str]]:
+    return ROW.findall(TABLE.read_text(encoding="utf-8"))
+
+
+def named() -> set[tuple[str, str]]:
+    return set(TEST.findall(TABLE.read_text(encoding="utf-8")))
+
+
+def defined_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {function.name for function in functions if function.name.startswith("test_")}
+
+
+def test_the_table_has_every_item_once_and_in_order() -> None:
+    expected = [f"{suite}.{n}" for suite, count in ASSERTIONS.items() for n in range(1, count + 1)]
+    expected += [f"{system}{n}" for system, count in FLAWS.items() for n in range(1, count + 1)]
+    assert [item for item, _, _ in rows()] == expected
+
+
+def test_every_row_ends_in_a_test_a_sentence_of_the_design_or_a_part_to_come() -> None:
+    assert [item for item, _, answer in rows() if not ANSWER.search(answer)] == []
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    missing = [
+        f"{path}::{test}"
+        for path, test in sorted(named())
+        if not (ROOT / path).is_file() or test not in defined_in(ROOT / path)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests" / "storage").glob("test_seeds*.py")), ids=lambda path: path.stem
+)
+def test_every_test_of_the_seeds_is_named_in_the_table(path: Path) -> None:
+    name = path.relative_to(ROOT).as_posix()
+    assert sorted(defined_in(path) - {test for where, test in named() if where == name}) == []
