@@ -502,10 +502,10 @@ async def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
     asked = parser.parse_args()
     million = not asked.quick if asked.million is None else asked.million
+    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before"
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         rows = await measure_rows(Path(folder), asked.quick)
         flatness = await measure_flatness(Path(folder)) if million else {}
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     targets = judge(rows, flatness)
     report = Report(platform.python_version(), sqlite3.sqlite_version, machine, rows, flatness, targets)
     if asked.json is not None:

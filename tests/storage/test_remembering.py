@@ -348,6 +348,14 @@ async def test_a_waiter_of_a_restarted_job_is_remembered(stage: Stage) -> None:
     assert await remembered_for(stage, 30)
 
 
+async def test_a_waiter_is_remembered_through_a_restart_that_somebody_else_asked_for(stage: Stage) -> None:
+    await stage.enqueue("a", keep=100)
+    await stage.fail(await stage.claim_one(), ttl=1)
+    await stage.enqueue("a")
+    await stage.complete(await stage.claim_one(), ttl=0)
+    assert await remembered_for(stage, 100)
+
+
 # past the forget time
 
 

@@ -117,7 +117,7 @@ class MemorySaboteur:
         self._change(id, changed)
 
     def end_while_running(self, id: str) -> None:
-        self._change(id, lambda job: replace(job, outcome=Outcome(1, State.FAILED, 1, 2**60, error=b"e")))
+        self._change(id, lambda job: replace(job, outcome=Outcome(1, State.FAILED, 1, 2**52, error=b"e")))
 
     def _change(self, id: str, changed: Callable[[Job], Job]) -> None:
         job = self._queue.records[id.encode()]
@@ -193,10 +193,10 @@ class SqliteSaboteur:
 
     def end_while_running(self, id: str) -> None:
         def changed(rest: list[Any]) -> None:
-            rest[9] = msgspec.to_builtins(Outcome(1, State.FAILED, 1, 2**60), builtin_types=(bytes,))
+            rest[9] = msgspec.to_builtins(Outcome(1, State.FAILED, 1, 2**52), builtin_types=(bytes,))
 
         self.rest(id, changed)
-        self.sql("UPDATE holdfast_jobs SET state = 'failed', until_at = ? WHERE id = ?", 2**60, id.encode())
+        self.sql("UPDATE holdfast_jobs SET state = 'failed', until_at = ? WHERE id = ?", 2**52, id.encode())
 
     def rest(self, id: str, change: Callable[[list[Any]], None]) -> None:
         with aside(self._path) as db:
@@ -454,16 +454,19 @@ async def test_rows_missing_from_an_index_of_the_file_are_all_found_again(
     await runs_to_its_end(sqlite, *(f"{n}" for n in range(10, 20)))
 
 
+@pytest.mark.parametrize("others", [1, REPAIR_PAGE + 50], ids=["on one page", "on an earlier page"])
 async def test_a_broken_index_and_a_garbled_record_in_it_are_mended_together(
-    sqlite: Stage, rows: SqliteSaboteur
+    sqlite: Stage, rows: SqliteSaboteur, others: int
 ) -> None:
-    await sqlite.enqueue("a", b"precious")
-    await sqlite.enqueue("b")
-    rows.sql("UPDATE holdfast_jobs SET rest = x'00' WHERE id = ?", b"a")
-    rows.lose("a")
+    """A row that is missing from an index cannot even be rewritten: SQLite refuses to."""
+    ids = await enqueue_many(sqlite, others)
+    await sqlite.enqueue("!", b"precious")
+    rows.sql("UPDATE holdfast_jobs SET rest = x'00' WHERE id = ?", b"!")
+    rows.lose("!")
     assert {"garbled", "index"} <= kinds(await mend(sqlite, rows))
-    assert_damaged(await sqlite.the("a"), b"precious")
-    await runs_to_its_end(sqlite, "b")
+    assert_damaged(await sqlite.the("!"), b"precious")
+    claimed = [job.id for _ in range(2) for job in await claim_as_told(sqlite, 250)]
+    assert claimed == ids
 
 
 # Counts, totals, stamps, ledgers
@@ -557,6 +560,7 @@ async def test_a_ledger_that_cannot_be_read_does_not_wedge_a_verb_that_finds_it(
     await sqlite.enqueue("b")
     assert (await sqlite.stats()).ready == 2
     await runs_to_its_end(sqlite, "a", "b")
+    await repair(sqlite)
 
 
 async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: SqliteSaboteur) -> None:
@@ -807,6 +811,22 @@ async def test_a_lease_under_a_wrong_name_is_mended_so_that_its_worker_can_be_sw
     rows.sql("UPDATE holdfast_jobs SET worker = ? WHERE id = ?", worker, b"a")
     await mend(sqlite, rows)
     assert (await sqlite.sweep(worker="w1")).stalled == ["a"]
+
+
+async def test_a_record_garbled_in_every_column_is_mended_and_counted(
+    sqlite: Stage, rows: SqliteSaboteur, tmp_path: Path
+) -> None:
+    await sqlite.enqueue("a")
+    await sqlite.enqueue("b", priority=0)
+    rows.sql(
+        "UPDATE holdfast_jobs SET state = x'ff', view = 5, run_at = 'x', rest = x'00', payload = 5 WHERE id = ?", b"a"
+    )
+    await mend(sqlite, rows)
+    assert_damaged(await sqlite.the("a"), None)
+    await runs_to_its_end(sqlite, "b")
+    async with SqliteHarness().open(sqlite.clock, tmp_path) as other:  # Which reads the ledger afresh.
+        assert (await other.snapshot()).queues == [await sqlite.stats()]
+        assert (await audit(other, "q")).problems == []
 
 
 async def test_a_payload_of_the_wrong_type_is_gone_and_the_job_reads_as_failed(

@@ -312,6 +312,13 @@ async def test_an_update_restarts_a_finished_job_at_its_own_time_and_with_no_cou
     assert job.previous == before.outcome
 
 
+@pytest.mark.parametrize("arrange", FINISHED, ids=named)
+async def test_payload_true_on_a_finished_job_takes_the_requests_own(stage: Stage, arrange: Arrange) -> None:
+    await arrange(stage)
+    await stage.enqueue("a", b"asked", update=Update(), **ASKED)
+    assert (await stage.the("a")).work == ASKED_WORK
+
+
 @pytest.mark.parametrize("arrange", ENDED, ids=named)
 async def test_payload_false_on_a_failed_or_cancelled_job_takes_what_is_stored(stage: Stage, arrange: Arrange) -> None:
     await arrange(stage)

@@ -152,7 +152,7 @@ def _job_of(row: Row) -> Job:
     id, _, _, priority, run_at, arrival, payload, packed = row[:8]
     if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
         raise msgspec.ValidationError("a payload and the rest of a record are blobs")
-    if not _are_ints(priority, run_at, arrival) or priority not in PRIORITIES:
+    if not (type(priority) is type(run_at) is type(arrival) is int and 0 <= priority <= 9):
         raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
     rest = _decode_rest(packed)
     work = Work(
@@ -505,10 +505,6 @@ def _worker_of(worker: str, stats: bytes) -> WorkerStats:
 
 def _bytes(value: object) -> bytes | None:
     return value if isinstance(value, bytes) else None
-
-
-def _are_ints(*values: object) -> bool:
-    return all(type(value) is int for value in values)
 
 
 def _key(state: State | None, row: Row) -> Key:

@@ -1,0 +1,432 @@
+"""Real processes on one SQLite file: kills, wake-ups, sockets left behind, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import random
+import signal
+import socket
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import StorageUnavailable
+from holdfast.jobs import Complete, Event, Placed, Request, Settled, State, Topic, Work
+from holdfast.storage import Storage, audit, connect, lane, wake
+from tests.storage.process_helper import HOUR_MS, LEASE_MS
+from tests.storage.stage import fence
+
+HELPER = Path(__file__).with_name("process_helper.py")
+STORM_S = 5.0
+SEED = 20_240_601
+HEARD_WITHIN_S = 1.0
+HEARD_AS_A_RULE_S = 0.05
+
+
+class Process:
+    """A helper in a process of its own."""
+
+    def __init__(self, role: str, *arguments: object) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, str(HELPER), role, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def hears(self, seconds: float = 10.0) -> list[str]:
+        """The next line that it says, in words."""
+        assert self._popen.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                line = await asyncio.to_thread(self._popen.stdout.readline)
+        except TimeoutError:
+            self.kill()  # Which also ends the read.
+            pytest.fail(f"a helper said nothing for {seconds} s")
+        assert line, "a helper has ended"
+        return line.split()
+
+    def tell(self, *words: object) -> None:
+        assert self._popen.stdin is not None
+        print(*words, file=self._popen.stdin, flush=True)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def still_runs(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Processes:
+    """The helpers of one test, all of which are gone after it."""
+
+    def __init__(self) -> None:
+        self._started: list[Process] = []
+
+    def start(self, role: str, *arguments: object) -> Process:
+        self._started.append(Process(role, *arguments))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for process in self._started:
+            process.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A file with a short name, so that sockets fit beside it."""
+    with tempfile.TemporaryDirectory(prefix="hf") as folder:
+        yield Path(folder) / "jobs.db"
+
+
+@pytest.fixture
+async def storage(path: Path) -> AsyncIterator[Storage]:
+    async with connect(f"sqlite:///{path}") as storage:
+        yield storage
+
+
+async def enqueue(storage: Storage, *ids: str) -> None:
+    await storage.enqueue("q", [Request(id, Work(b"payload"), named=True) for id in ids])
+
+
+async def claim(storage: Storage, limit: int = 50) -> list[tuple[str, int]]:
+    jobs = (await storage.claim("q", limit, worker="last", lease_ms=60_000)).jobs
+    return [(job.id, fence(job)) for job in jobs]
+
+
+async def complete(storage: Storage, leases: list[tuple[str, int]]) -> list[Settled]:
+    batch = [Complete(*lease, b"done", result_ttl_ms=HOUR_MS, dedup_ttl_ms=HOUR_MS) for lease in leases]
+    return await storage.settle("q", batch, worker="last")
+
+
+def listeners(path: Path) -> list[tuple[str, str, str]]:
+    with closing(sqlite3.connect(path)) as db:
+        return db.execute("SELECT address, queue, topic FROM holdfast_listeners").fetchall()
+
+
+def sockets(path: Path) -> list[str]:
+    return sorted(str(file) for file in path.parent.iterdir() if "-ear-" in file.name)
+
+
+def exists(address: str) -> bool:
+    return Path(address).exists()
+
+
+# Kills
+
+
+async def kill_at_random(processes: Processes, path: Path, history: Path) -> int:
+    """Four processes at work, one of which is killed and replaced every moment. Returns how many were killed."""
+    rng = random.Random(SEED)
+    kills = 0
+    running = [processes.start("storm", path, history, f"p{n}", n) for n in range(4)]
+    end = time.monotonic() + STORM_S
+    while time.monotonic() < end:
+        await asyncio.sleep(rng.uniform(0.1, 0.4))
+        n = rng.randrange(4)
+        assert all(process.still_runs() for process in running), "a process has ended by itself"
+        running[n].kill()
+        kills += 1
+        running[n] = processes.start("storm", path, history, f"p{4 + kills}", kills)
+    for process in running:
+        process.kill()
+    return kills
+
+
+async def drain(storage: Storage) -> set[tuple[str, int]]:
+    """Complete what is left: the leases that did."""
+    done: set[tuple[str, int]] = set()
+    end = time.monotonic() + 15
+    while time.monotonic() < end:
+        leases = await claim(storage)
+        if leases:
+            assert await complete(storage, leases) == [Settled.OK] * len(leases)
+            done.update(leases)
+            continue
+        (stats,) = (await storage.snapshot()).queues
+        if not stats.ready + stats.scheduled + stats.running:
+            return done
+        await asyncio.sleep(LEASE_MS / 4000)
+    pytest.fail("the queue did not drain")
+
+
+async def test_processes_killed_at_random_lose_nothing_and_complete_nothing_twice(
+    processes: Processes, path: Path, tmp_path: Path
+) -> None:
+    history = tmp_path / "history"
+    kills = await kill_at_random(processes, path, history)
+    async with connect(f"sqlite:///{path}") as storage:
+        drained = await drain(storage)
+        await enqueue(
+            storage, "last"
+        )  # All that listened is dead: the first event finds out, the next write strikes off.
+        await complete(storage, await claim(storage))
+
+        said = [line.split() for line in history.read_text().splitlines()]
+        enqueued = [words[1] for words in said if words[0] == "enqueued"]
+        completed = [(words[1], int(words[2])) for words in said if words[0] == "completed"]
+        assert kills > 5
+        assert len(enqueued) > 100, "the storm was a lull"
+        assert len(completed) > 100
+        assert repeated(completed) == []
+        assert repeated(fence for _, fence in completed) == []
+        assert repeated(id for id, _ in [*completed, *drained]) == []
+
+        for start in range(0, len(enqueued), 250):
+            ids = enqueued[start : start + 250]
+            jobs = await storage.get("q", ids)
+            ended = [None if job is None else job.state for job in jobs]
+            assert [pair for pair in zip(ids, ended, strict=True) if pair[1] is not State.COMPLETED] == []
+        assert (await audit(storage, "q")).problems == []
+        with closing(sqlite3.connect(path)) as db:
+            assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert listeners(path) == []
+        assert {words[1] for words in said if words[0] == "listening"} & set(sockets(path)) == set()
+
+
+def repeated(things: Iterator[object] | list[tuple[str, int]]) -> list[object]:
+    return [thing for thing, times in collections.Counter(things).items() if times > 1]
+
+
+# Wake-ups
+
+
+async def test_a_subscriber_in_another_process_hears_within_milliseconds(
+    processes: Processes, path: Path, storage: Storage
+) -> None:
+    """The bounds are generous: this is no benchmark."""
+    subscriber = processes.start("listen", path)
+    assert (await subscriber.hears())[0] == "listening"
+    delays: dict[str, list[float]] = {"enqueued": [], "completed": []}
+
+    async def heard(kind: str, id: str, since: int) -> None:
+        words = await subscriber.hears(HEARD_WITHIN_S)
+        assert words[:2] == [kind, id]
+        delays[kind].append((int(words[2]) - since) / 1e9)
+
+    for n in range(20):
+        sent = time.monotonic_ns()
+        await enqueue(storage, f"{n}")
+        await heard("enqueued", f"{n}", sent)
+        leases = await claim(storage)
+        sent = time.monotonic_ns()
+        await complete(storage, leases)
+        await heard("completed", f"{n}", sent)
+    for times in delays.values():
+        assert max(times) < HEARD_WITHIN_S
+        assert statistics.median(times) < HEARD_AS_A_RULE_S
+
+
+async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_writer(
+    processes: Processes, path: Path, storage: Storage
+) -> None:
+    subscriber = processes.start("listen", path)
+    _, address = await subscriber.hears()
+    assert sockets(path) == [address]
+    assert {row[0] for row in listeners(path)} == {address}
+    subscriber.kill()
+    await enqueue(storage, "a")
+    assert sockets(path) == []
+    await enqueue(storage, "b")
+    assert listeners(path) == []
+
+
+async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
+    processes: Processes, path: Path, storage: Storage
+) -> None:
+    dead, living = processes.start("listen", path), processes.start("listen", path)
+    await dead.hears()
+    await living.hears()
+    dead.kill()
+    for id in "abc":
+        await enqueue(storage, id)
+        assert (await living.hears(HEARD_WITHIN_S))[:2] == ["enqueued", id]
+
+
+async def test_a_frozen_subscriber_does_not_hold_up_a_writer(
+    processes: Processes, path: Path, storage: Storage
+) -> None:
+    frozen = processes.start("listen", path)
+    await frozen.hears()
+    frozen.signal(signal.SIGSTOP)
+    async with asyncio.timeout(5):
+        for n in range(1000):
+            await enqueue(storage, f"{n}")
+    assert len(listeners(path)) == 2
+    frozen.signal(signal.SIGCONT)
+    assert (await frozen.hears())[:2] == ["enqueued", "0"]
+
+
+async def test_a_subscriber_that_leaves_takes_its_socket_and_its_rows_along(path: Path, storage: Storage) -> None:
+    async with connect(f"sqlite:///{path}") as other, other.subscribe(Topic("q")):
+        assert len(sockets(path)) == len(listeners(path)) == 1
+    assert sockets(path) == []
+    assert listeners(path) == []
+
+
+async def test_a_socket_that_was_never_registered_is_cleared_away_by_the_next_to_listen(
+    path: Path, storage: Storage
+) -> None:
+    """Its process was killed after it had made the socket and before it had told anyone."""
+    orphan = path.with_name(f"{path.name}-ear-0badcafe")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lost:
+        lost.bind(str(orphan))
+    async with storage.subscribe(Topic("q")):
+        assert str(orphan) not in sockets(path)
+
+
+async def next_event(events: AsyncIterator[Event], seconds: float) -> Event | None:
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(events)
+    except TimeoutError:
+        return None
+
+
+@pytest.mark.parametrize("only", ["ready", "ends", "all"])
+async def test_where_there_are_no_sockets_a_subscriber_is_woken_by_polling(
+    processes: Processes, path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, only: str
+) -> None:
+    def no_ear(*arguments: object) -> None:
+        raise OSError("no sockets here")
+
+    monkeypatch.setattr(wake.Ear, "__init__", no_ear)
+    writer = processes.start("enqueue", path)
+    await writer.hears()
+    async with storage.subscribe(Topic("q", only)) as events:  # type: ignore[arg-type]
+        for _ in range(10):
+            if await next_event(events, 0.2) is None:
+                break
+        assert sockets(path) == []
+        writer.tell("a")
+        assert await next_event(events, HEARD_WITHIN_S) is not None
+        assert await writer.hears() == ["enqueued", "a"]
+
+
+async def test_a_file_too_deep_for_a_socket_beside_it_is_listened_to_all_the_same(
+    processes: Processes, path: Path
+) -> None:
+    deep = path.with_name("d" * 100) / "jobs.db"
+    deep.parent.mkdir()
+    async with connect(f"sqlite:///{deep}") as storage:
+        subscriber = processes.start("listen", deep)
+        _, address = await subscriber.hears()
+        assert not address.startswith(str(deep.parent))
+        await enqueue(storage, "a")
+        assert (await subscriber.hears(HEARD_WITHIN_S))[:2] == ["enqueued", "a"]
+        subscriber.kill()
+        await enqueue(storage, "b")
+        assert not exists(address)
+
+
+# Opening
+
+
+async def test_two_processes_may_open_a_new_file_at_the_same_moment(
+    processes: Processes, path: Path, tmp_path: Path
+) -> None:
+    both = [processes.start("open", path) for _ in range(2)]
+    for process in both:
+        await process.hears()
+    for n in range(20):
+        new = tmp_path / f"{n}.db"
+        at = time.monotonic_ns() + 5_000_000
+        for id, process in enumerate(both):
+            process.tell(new, id, at)
+        assert [await process.hears() for process in both] == [["ok"], ["ok"]]
+        async with connect(f"sqlite:///{new}") as storage:
+            assert sorted(id for id, _ in await claim(storage)) == ["0", "1"]
+            assert (await audit(storage, "q")).problems == []
+
+
+# Another writer
+
+
+async def test_calls_wait_for_another_writer_and_then_succeed(path: Path, storage: Storage) -> None:
+    await enqueue(storage, "a")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        calls = [
+            asyncio.create_task(storage.enqueue("q", [Request("b", Work(b""))])),
+            asyncio.create_task(storage.claim("q", 5, worker="w1", lease_ms=60_000)),
+        ]
+        await asyncio.sleep(0.3)
+        assert not any(call.done() for call in calls)
+        other.execute("COMMIT")
+        async with asyncio.timeout(5):
+            ((reply,), claimed) = await asyncio.gather(*calls)
+    assert reply.placed is Placed.NEW
+    assert [job.id for job in claimed.jobs] == ["a", "b"]
+    assert (await audit(storage, "q")).problems == []
+
+
+async def test_reads_do_not_wait_for_another_writer(path: Path, storage: Storage) -> None:
+    await enqueue(storage, "a")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with asyncio.timeout(1):
+            assert (await storage.get("q", ["a"]))[0] is not None
+            assert len((await storage.scan("q")).jobs) == 1
+            assert (await storage.snapshot()).queues[0].ready == 1
+            assert (await audit(storage, "q")).problems == []
+        async with asyncio.timeout(1), connect(f"sqlite:///{path}") as third:
+            assert (await third.get("q", ["a"]))[0] is not None
+
+
+async def test_a_writer_that_takes_too_long_makes_the_storage_unavailable_until_it_ends(
+    path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await enqueue(storage, "a")
+    monkeypatch.setattr(lane, "BUSY_S", 0.2)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for _ in range(2):
+            with pytest.raises(StorageUnavailable, match=r"jobs\.db was locked by another process"):
+                await enqueue(storage, "b")
+        other.execute("ROLLBACK")
+    assert (await storage.get("q", ["b"])) == [None]
+    await enqueue(storage, "b")
+    assert [id for id, _ in await claim(storage)] == ["a", "b"]
+    assert (await audit(storage, "q")).problems == []
+
+
+async def test_many_calls_behind_a_writer_that_takes_too_long_are_all_refused_in_time(
+    path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits as long as one would: not one after the other."""
+    monkeypatch.setattr(lane, "BUSY_S", 0.2)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        replies = await asyncio.gather(*(enqueue(storage, f"{n}") for n in range(20)), return_exceptions=True)
+        waited = time.monotonic() - begun
+        other.execute("ROLLBACK")
+    assert {type(reply) for reply in replies} == {StorageUnavailable}
+    assert waited < 1.0
+    assert (await storage.snapshot()).queues == []
