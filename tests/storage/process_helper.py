@@ -51,9 +51,12 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
                 elif rng.random() < 0.1:
                     await storage.settle("q", [Retry(job.id, job.run.fence, delay_ms=20)], worker=name)
                 else:
+                    if rng.random() < 0.01:
+                        await asyncio.sleep(2 * LEASE_MS / 1000)  # Too late: somebody else may have it by now.
                     done = Complete(job.id, job.run.fence, b"done", result_ttl_ms=HOUR_MS, dedup_ttl_ms=HOUR_MS)
-                    if await storage.settle("q", [done], worker=name) == [Settled.OK]:
-                        note("completed", job.id, job.run.fence)
+                    for _ in range(rng.randint(1, 2)):
+                        if await storage.settle("q", [done], worker=name) == [Settled.OK]:
+                            note("completed", job.id, job.run.fence)
 
 
 async def listen(storage: Storage) -> None:

@@ -482,9 +482,10 @@ async def test_a_stalled_jobs_delay_takes_the_place_of_an_absolute_time(stage: S
     assert await due_in(stage, 10)
 
 
+@pytest.mark.parametrize("limit", [1, 3, 20])
 @pytest.mark.parametrize("claims", [False, True], ids=["nobody claims", "somebody claims"])
 async def test_absolute_times_asked_for_before_and_after_the_step_keep_their_order(
-    stage: SteppingStage, claims: bool
+    stage: SteppingStage, claims: bool, limit: int
 ) -> None:
     now = stage.wall() - HOUR * 1_000_000
     for seconds in (9000, 7000, 8000):
@@ -500,7 +501,7 @@ async def test_absolute_times_asked_for_before_and_after_the_step_keep_their_ord
             assert await stage.claim(2) == []
     order: list[str] = []
     for _ in range(20):
-        order += ids(await stage.claim(3))
+        order += ids(await stage.claim(limit))
     assert order == ["6500", "7000", "7500", "8000", "8000 too", "8000 last", "8500", "9000"]
 
 

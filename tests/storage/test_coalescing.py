@@ -17,7 +17,19 @@ import pytest
 
 from holdfast.clock import ManualClock
 from holdfast.errors import StorageFull
-from holdfast.jobs import Cancelled, Complete, Enqueued, Job, Placed, Request, Settled, State, Update, Work
+from holdfast.jobs import (
+    Cancelled,
+    Complete,
+    Enqueued,
+    Job,
+    Placed,
+    Request,
+    Settled,
+    Snapshot,
+    State,
+    Update,
+    Work,
+)
 from holdfast.storage import audit, connect, lane, wake
 from holdfast.storage.engine import Engine
 from holdfast.storage.lane import MAX_ITEMS_HERE, Lane
@@ -448,17 +460,17 @@ async def test_a_call_that_waits_for_the_disk_goes_through_the_thread(
 async def test_a_long_look_does_not_hold_up_the_writers(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
-    engine = storage._reader._engine
-    plain = engine.snapshot
+    begun, go = threading.Event(), threading.Event()
+    plain = Engine.snapshot
 
-    def slow() -> object:
+    def slow(engine: Engine) -> Snapshot:
+        begun.set()
         assert go.wait(10)
-        return plain()
+        return plain(engine)
 
-    monkeypatch.setattr(engine, "snapshot", slow)
+    monkeypatch.setattr(Engine, "snapshot", slow)
     looking = asyncio.create_task(storage.snapshot())
-    await line_up()
+    assert await asyncio.to_thread(begun.wait, 10)
     async with asyncio.timeout(5):
         assert (await enqueue(storage, "a")).placed is Placed.NEW
     go.set()

@@ -264,6 +264,8 @@ async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
     await dead.hears()
     await living.hears()
     dead.kill()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:  # And one that comes first in any order.
+        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'ready')", (f"{path}-ear-!",))
     for id in "abc":
         await enqueue(storage, id)
         assert (await living.hears(HEARD_WITHIN_S))[:2] == ["enqueued", id]

@@ -291,8 +291,9 @@ async def test_a_full_disk_refuses_an_enqueue_and_changes_nothing(tmp_path: Path
         allow_no_growth(storage)
         count = await fill(storage)
         before = await contents(storage)
+        requests = [Request(f"more {size}", Work(b"x" * size)) for size in (1, 10, 9000)]
         with pytest.raises(StorageFull, match=r"jobs\.db.*free some disk space"):
-            await storage.enqueue("q", [Request("more", Work(b"x" * 9000))])
+            await storage.enqueue("q", requests)
         assert await contents(storage) == before
         (stats,) = (await storage.snapshot()).queues
         assert stats.ready == count + 10

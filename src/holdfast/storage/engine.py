@@ -46,6 +46,8 @@ SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
 FORGET_ON_ENQUEUE = 2
 """How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
+MEND_PASSES = 2
+"""How often a claim looks for what is misplaced before it takes what it finds."""
 REPAIR_PAGE = 200
 
 
@@ -91,15 +93,20 @@ class Engine:
         return Claim([_as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
-        """Twice, if the first look found only what a stepped clock had misplaced, and put it right."""
-        jobs: list[Job] = []
-        for _ in range(2):
+        """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
+        misplaced it."""
+        for _ in range(MEND_PASSES):
             books = self._open(queue)
-            jobs, misplaced = _claim(books, limit, worker, lease_ms)
+            due = self.table.due(queue, books.now, limit)
+            misplaced = [job for job in due if _misplaced(job, books.time)]
+            if not misplaced:
+                return _claim(books, due, worker, lease_ms)
+            for job in misplaced:
+                books.mend(job if job.state is not State.WAITING else machine.follow_clock(job, books.time))
             books.close()
-            if jobs or not misplaced:
-                break
-        return jobs
+        books = self._open(queue)
+        due = self.table.due(queue, books.now, limit)
+        return _claim(books, [job for job in due if not _misplaced(job, books.time)], worker, lease_ms)
 
     def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
         books = self._books(queue)
@@ -322,24 +329,26 @@ def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
     return replies
 
 
-def _claim(books: Books, limit: int, worker: str, lease_ms: int) -> tuple[list[Job], int]:
-    """Lease what is due, in order, up to the limits; and put right what a stepped clock has misplaced: how many."""
+def _claim(books: Books, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
+    """Lease these jobs, up to the limit of a reply."""
     claimed: list[Job] = []
-    size = misplaced = 0
-    for job in books.table.due(books.queue, books.now, limit):
-        if job.state is not State.WAITING:
-            books.mend(job)
-        elif (moved := machine.follow_clock(job, books.time)) is not job:
-            books.put(job.id, job, machine.Step(moved))
-            misplaced += 1
-        else:
-            size += len(job.work.payload or b"")
-            if claimed and size > MAX_CALL_BYTES:
-                break
-            running = books.put(job.id, job, machine.claim(job, worker, lease_ms, books.time))
-            assert running is not None
-            claimed.append(running)
-    return claimed, misplaced
+    size = 0
+    for job in due:
+        size += len(job.work.payload or b"")
+        if claimed and size > MAX_CALL_BYTES:
+            break
+        running = books.put(job.id, job, machine.claim(job, worker, lease_ms, books.time))
+        assert running is not None
+        claimed.append(running)
+    books.close()
+    return claimed
+
+
+def _misplaced(job: Job, time: QueueTime) -> bool:
+    """Is a job that looks due not where it belongs?"""
+    if job.run is not None or job.outcome is not None:
+        return True
+    return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
 
 
 def _as_read(job: Job, time: QueueTime) -> Job:

@@ -28,7 +28,7 @@ MAX_ITEMS_HERE = 16
 """A call with more items than this is never run on its caller's thread."""
 CHECKPOINT_EVERY = 1000
 """Pages, roughly, that the log may grow by before they are moved into the file."""
-PAGES_A_COMMIT, EVENTS_A_PAGE = 4, 8
+PAGES_A_COMMIT, EVENTS_A_PAGE, PAGE_BYTES = 4, 8, 4096
 """How the growth of the log is reckoned."""
 BUSY_S = 10.0
 """How long a call waits for other processes to finish their transactions."""
@@ -148,11 +148,11 @@ class Lane:
     def _checkpoint(self) -> None:
         """Move what was written from the log into the file. It waits for the disk, so nobody should wait for it."""
         with self._connection_lock:
-            self._since_checkpoint = 0
             try:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.Error as error:
                 log.warning("could not checkpoint %s (%s): trying again later", self._path, error)
+        self._since_checkpoint = 0  # Only now: until here, every call lines up instead of waiting for the lock.
 
     def _next_group(self) -> list[_Call[Any]]:
         """Wait for a call, then take what else has queued up."""
@@ -194,7 +194,8 @@ class Lane:
                 self._db.execute("ROLLBACK")
             raise
         if writes:
-            self._since_checkpoint += PAGES_A_COMMIT + len(self.table.events) // EVENTS_A_PAGE
+            payload_pages = self.table.payload_bytes // PAGE_BYTES
+            self._since_checkpoint += PAGES_A_COMMIT + len(self.table.events) // EVENTS_A_PAGE + payload_pages
             self._tell()
 
     def _tell(self) -> None:

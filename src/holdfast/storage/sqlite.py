@@ -150,6 +150,7 @@ class SqliteStorage(LocalStorage):
             db.execute(f"PRAGMA synchronous = {self._synchronous}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             _prepare_layout(db, self.path)
+            db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
             db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
             db.execute("PRAGMA busy_timeout = 0")
         except BaseException:

@@ -39,8 +39,9 @@ _COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
 
 _INSERT = (
     "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " VALUES (?, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
 )
+"""A new record always waits. Literals, because binding a value that is no plain number or text costs more than it."""
 _UPDATE = (
     "UPDATE holdfast_jobs SET state = ?, view = ?, priority = ?, run_at = ?, arrival = ?, until_at = ?, worker = ?,"
     " rest = ?{payload} WHERE queue = ? AND id = ?"
@@ -191,7 +192,7 @@ def _place(job: Job) -> Row:
     """The columns that say where a record belongs: state, view, priority, run_at, arrival, until_at, worker."""
     state, key = index_of(job)
     until_at = None if state is State.WAITING else key[0]
-    return (state, view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
+    return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
 
 
 class SqliteTable:
@@ -207,6 +208,9 @@ class SqliteTable:
         self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
         self._data_version = -1
         self.events: list[Event] = []
+        """What has happened in this transaction."""
+        self.payload_bytes = 0
+        """How much of payloads it has written."""
         self.listeners: list[tuple[str, str, Literal["ready", "ends", "all"]]] = []
         """Who wants to be told, in all processes: address, namespace/queue, topic."""
         self.gone: set[str] = set()
@@ -216,6 +220,7 @@ class SqliteTable:
         """Call first in a transaction: drop what other connections may have changed since the last one."""
         self._damaged.clear()
         self.events = []
+        self.payload_bytes = 0
         (version,) = self._db.execute("PRAGMA data_version").fetchone()
         if version != self._data_version:
             self.forget_cache()
@@ -339,7 +344,7 @@ class SqliteTable:
             place = _place(after)
             count(ledger, place[0], place[1], 1)
             if before is None:
-                inserts.append((number, key, *place, after.work.payload, _rest_of(after)))
+                inserts.append((number, key, *place[2:5], after.work.payload, _rest_of(after)))
             elif before.work is after.work and before is not after:
                 updates.append((*place, _rest_of(after), number, key))
             else:
@@ -354,6 +359,9 @@ class SqliteTable:
                 self._db.executemany(statement, rows)
         self._dirty.add(queue)
         self.events.extend(events)
+        self.payload_bytes += sum(len(row[5] or b"") for row in inserts) + sum(
+            len(row[8] or b"") for row in updates_all
+        )
 
     def _count_damaged(self, ledger: Ledger, job: Job, state: str) -> None:
         """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
