@@ -34,3 +34,11 @@ def test_the_demo_runs_and_ends_well() -> None:
     assert done.returncode == 0, done.stderr
     assert "0 problems" in done.stdout
     assert "attempt 2, 1 stalls: completed" in done.stdout
+
+
+def test_the_code_in_the_readme_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    said = re.search(r"# (completed .*)", code)
+    assert said is not None
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.stdout.strip() == said[1], done.stderr

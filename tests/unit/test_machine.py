@@ -1,0 +1,92 @@
+"""The machine by itself: what is easier to see on a record than through a storage."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from holdfast import machine
+from holdfast.jobs import Job, Next, Outcome, Run, State, Work
+from holdfast.machine import TRANSITIONS, Act, Answer, Phase
+
+NOW = 1_800_000_000_000_000
+DAY_US = 86_400_000_000
+WAITING = Job("a", Work(b"1"), NOW, NOW, NOW)
+RUNNING = replace(WAITING, run=Run("w", NOW, 10_000, NOW + 10_000_000))
+NEXT = Next(NOW + 5, Work(b"2"), NOW, NOW + 5)
+
+
+def ended(state: State, *, forget_at: int = NOW + DAY_US, dedup_at: int = 0, generation: int = NOW) -> Outcome:
+    return Outcome(generation, state, NOW, forget_at, dedup_at)
+
+
+def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    assert {act for acts in TRANSITIONS.values() for act in acts} == set(Act)
+
+
+@pytest.mark.parametrize(
+    ("job", "phase"),
+    [
+        (None, Phase.NONE),
+        (WAITING, Phase.WAITING),
+        (RUNNING, Phase.RUNNING),
+        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), Phase.DEFERRED),
+        (replace(WAITING, run=replace(RUNNING.run, cancel_asked=True)), Phase.CANCELLING),
+        (replace(WAITING, run=replace(RUNNING.run, cancel_asked=True, next=NEXT)), Phase.CANCELLING_DEFERRED),
+        (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW + 1)), Phase.COMPLETED),
+        (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW)), Phase.STALE),
+        (replace(WAITING, outcome=ended(State.COMPLETED, forget_at=NOW, dedup_at=NOW)), Phase.NONE),
+        (replace(WAITING, outcome=ended(State.FAILED)), Phase.FAILED),
+        (replace(WAITING, outcome=ended(State.CANCELLED)), Phase.CANCELLED),
+        (replace(WAITING, outcome=ended(State.FAILED, forget_at=NOW - 1)), Phase.NONE),
+    ],
+)
+def test_a_record_is_in_the_phase_that_its_parts_name(job: Job | None, phase: Phase) -> None:
+    assert machine.phase_of(job, NOW) is phase
+
+
+@pytest.mark.parametrize(("late_us", "there"), [(-1, True), (0, False), (1, False), (DAY_US, False)])
+def test_a_write_lets_go_of_a_previous_outcome_from_its_forget_time_on(late_us: int, there: bool) -> None:
+    job = replace(WAITING, previous=ended(State.COMPLETED, forget_at=NOW))
+    assert (machine.tidy(job, NOW + late_us).previous is not None) is there
+
+
+def test_a_damaged_record_is_a_failure_that_is_listed_for_a_week_with_what_is_left_of_it() -> None:
+    job = machine.damaged("a", b"left", NOW)
+    assert (job.state, job.payload) == (State.FAILED, b"left")
+    assert job.outcome == Outcome(NOW, State.FAILED, NOW, NOW + 7 * DAY_US, error=machine.DAMAGED)
+
+
+def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_never_less_than_a_minute() -> None:
+    for ttl_ms, remembered_us in ((None, 3_600_000_000), (0, 60_000_000), (120_000, 120_000_000)):
+        step, _ = machine.cancel(replace(WAITING, work=Work(b"1", result_ttl_ms=ttl_ms)), NOW)
+        assert step.job is not None
+        assert step.job.outcome is not None
+        assert step.job.outcome.forget_at == NOW + remembered_us
+
+
+@pytest.mark.parametrize(
+    ("job", "generation", "told"),
+    [
+        (None, NOW, Answer.FORGOTTEN),
+        (WAITING, NOW, Answer.PENDING),
+        (WAITING, NOW + 1, Answer.DROPPED),
+        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), NOW + 5, Answer.PENDING),
+        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), NOW + 6, Answer.DROPPED),
+        (replace(WAITING, outcome=ended(State.FAILED)), NOW, ended(State.FAILED)),
+        (replace(WAITING, outcome=ended(State.FAILED)), NOW + 1, Answer.DROPPED),
+    ],
+)
+def test_a_waiter_is_told_the_oldest_outcome_that_is_not_older_than_its_request(
+    job: Job | None, generation: int, told: Outcome | Answer
+) -> None:
+    assert machine.answer(job, generation) == told
+
+
+def test_of_two_outcomes_the_older_answers_whom_it_can() -> None:
+    earlier, later = ended(State.COMPLETED, generation=NOW - 10), ended(State.FAILED)
+    job = replace(WAITING, previous=earlier, outcome=later)
+    assert machine.answer(job, NOW - 20) == earlier
+    assert machine.answer(job, NOW - 10) == earlier
+    assert machine.answer(job, NOW - 9) == later
