@@ -1,4 +1,4 @@
-"""Records as rows: the `Table` of a SQLite connection, and the only place that knows the columns.
+"""The `Table` of a SQLite connection: every statement that touches jobs is here. Rows are made in rows.py.
 
 It neither begins nor commits: whoever owns the connection does. Ledgers are read once and written with the step;
 they are kept from one transaction to the next for as long as no other connection has written to the file.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,25 +17,15 @@ from holdfast.clock import Clock, QueueTime
 from holdfast.jobs import (
     LIVE,
     PRIORITIES,
-    At,
-    Count,
     Event,
     Job,
     Kind,
-    Limit,
-    Ms,
-    Outcome,
-    Run,
     State,
-    Work,
     WorkerStats,
 )
 from holdfast.storage.checks import clean_id, id_bytes
+from holdfast.storage.rows import COLUMNS, UNREADABLE, Row, job_of, place_of, rest_of
 from holdfast.storage.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of
-
-Row = tuple[Any, ...]
-
-_COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
 
 _INSERT = (
     "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
@@ -52,7 +42,7 @@ _DELETE = "DELETE FROM holdfast_jobs WHERE queue = ? AND id = ?"
 
 _DUE = (
     " UNION ALL ".join(
-        f"SELECT * FROM (SELECT {_COLUMNS} FROM holdfast_jobs"
+        f"SELECT * FROM (SELECT {COLUMNS} FROM holdfast_jobs"
         f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at <= ?2"
         " ORDER BY run_at, arrival LIMIT ?3)"
         for priority in reversed(PRIORITIES)
@@ -76,123 +66,18 @@ _SCHEDULED = "SELECT sum(n) FROM ({})".format(
     )
 )
 _PAGE_UNTIL = (
-    f"SELECT {_COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
+    f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
     " AND (until_at, id) > (?, ?) ORDER BY until_at, id LIMIT ?"
 )
 _PAGE_WAITING = (
-    f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND until_at IS NULL"
+    f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND until_at IS NULL"
     " AND priority = ? AND (run_at, arrival) > (?, ?) ORDER BY run_at, arrival LIMIT ?"
 )
 
 
-class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row's columns leave out of a `Job`, in the order in which it is stored. Only ever add at the end."""
-
-    generation: At
-    wall_at: At
-    named: bool
-    attempts: Count
-    retries: Count
-    stalls: Count
-    timeouts: Count
-    error: bytes | None
-    run: Run | None
-    outcome: Outcome | None
-    previous: Outcome | None
-    keep_ms: Ms | None
-    keep_until_at: At
-    codec: str
-    timeout_ms: Ms | None
-    max_retries: Limit | None
-    max_stalls: Limit | None
-    max_timeouts: Limit | None
-    result_ttl_ms: Ms | None
-    dedup_ttl_ms: Ms | None
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_rest = msgspec.msgpack.Decoder(_Rest).decode
 _decode_ledger = msgspec.msgpack.Decoder(Ledger).decode
 _decode_worker = msgspec.msgpack.Decoder(WorkerStats).decode
-
-
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
-"""What decoding may raise, whatever is in a row."""
-
-
-def _rest_of(job: Job) -> bytes:
-    work = job.work
-    return _encode(
-        (
-            job.generation,
-            job.wall_at,
-            job.named,
-            job.attempts,
-            job.retries,
-            job.stalls,
-            job.timeouts,
-            job.error,
-            job.run,
-            job.outcome,
-            job.previous,
-            job.keep_ms,
-            job.keep_until_at,
-            work.codec,
-            work.timeout_ms,
-            work.max_retries,
-            work.max_stalls,
-            work.max_timeouts,
-            work.result_ttl_ms,
-            work.dedup_ttl_ms,
-        )
-    )
-
-
-def _job_of(row: Row) -> Job:
-    """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
-    id, _, _, priority, run_at, arrival, payload, packed = row[:8]
-    if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
-        raise msgspec.ValidationError("a payload and the rest of a record are blobs")
-    if not (type(priority) is type(run_at) is type(arrival) is int and 0 <= priority <= 9):
-        raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
-    rest = _decode_rest(packed)
-    work = Work(
-        payload,
-        rest.codec,
-        priority,
-        rest.timeout_ms,
-        rest.max_retries,
-        rest.max_stalls,
-        rest.max_timeouts,
-        rest.result_ttl_ms,
-        rest.dedup_ttl_ms,
-    )
-    return Job(
-        clean_id(id),
-        work,
-        rest.generation,
-        run_at,
-        arrival,
-        rest.wall_at,
-        rest.named,
-        rest.attempts,
-        rest.retries,
-        rest.stalls,
-        rest.timeouts,
-        rest.error,
-        rest.run,
-        rest.outcome,
-        rest.previous,
-        rest.keep_ms,
-        rest.keep_until_at,
-    )
-
-
-def _place(job: Job) -> Row:
-    """The columns that say where a record belongs: state, view, priority, run_at, arrival, until_at, worker."""
-    state, key = index_of(job)
-    until_at = None if state is State.WAITING else key[0]
-    return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
 
 
 class SqliteTable:
@@ -265,7 +150,7 @@ class SqliteTable:
     def _rebuilt_ledger(self, queue: str) -> Ledger:
         """A ledger that cannot be read is made anew from all the records. The audit reports it until it is repaired."""
         number = self._numbers[queue]
-        rows = self._db.execute(f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
+        rows = self._db.execute(f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
         stamps = (newest_stamp(job) for job in self._read(queue, rows))
         newest = max(max(stamps, default=0), self._clock.now_us())
         counts = self.tally(queue)
@@ -310,7 +195,7 @@ class SqliteTable:
         keys = {id_bytes(id) for id in ids}
         marks = ",".join("?" * len(keys))
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
         )
         return {job.id: job for job in self._read(queue, rows)}
 
@@ -318,7 +203,7 @@ class SqliteTable:
         jobs: list[Job] = []
         for row in rows:
             try:
-                jobs.append(_job_of(row))
+                jobs.append(job_of(row))
             except UNREADABLE:
                 self._damaged[self._numbers[queue], row[0]] = (row[1], row[2])
                 jobs.append(machine.damaged(clean_id(row[0]), _bytes(row[6]), self._clock.now_us()))
@@ -341,14 +226,14 @@ class SqliteTable:
             if after is None:
                 deletes.append((number, key))
                 continue
-            place = _place(after)
+            place = place_of(after)
             count(ledger, place[0], place[1], 1)
             if before is None:
-                inserts.append((number, key, *place[2:5], after.work.payload, _rest_of(after)))
+                inserts.append((number, key, *place[2:5], after.work.payload, rest_of(after)))
             elif before.work is after.work and before is not after:
-                updates.append((*place, _rest_of(after), number, key))
+                updates.append((*place, rest_of(after), number, key))
             else:
-                updates_all.append((*place, _rest_of(after), after.work.payload, number, key))
+                updates_all.append((*place, rest_of(after), after.work.payload, number, key))
         for statement, rows in (
             (_DELETE, deletes),
             (_INSERT, inserts),
@@ -388,7 +273,7 @@ class SqliteTable:
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
             " AND worker = ? ORDER BY until_at, id LIMIT ?",
             (self._numbers[queue], worker, limit),
         )
@@ -417,7 +302,7 @@ class SqliteTable:
 
     def _upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
             " ORDER BY until_at, id LIMIT ?",
             (self._numbers[queue], state, now, limit),
         )
@@ -431,7 +316,7 @@ class SqliteTable:
         if state is State.WAITING:
             rows = self._page_waiting(number, key, limit + 1)
         elif state is None:
-            statement = f"SELECT {_COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?"
+            statement = f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?"
             rows = self._db.execute(statement, (number, id, limit + 1)).fetchall()
         else:
             until_at = key[0] if key else -1
@@ -468,7 +353,7 @@ class SqliteTable:
 
     def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
         rows = self._db.execute(
-            f"SELECT {_COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
+            f"SELECT {COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
             (self._numbers[queue], b"" if after is None else after[1], limit),
         )
         return [self._found(queue, row) for row in rows]
@@ -478,7 +363,7 @@ class SqliteTable:
         if (self._numbers[queue], row[0]) in self._damaged:
             return Found(job.id, None, job.payload, row[1], ())
         place = (*row[1:6], *row[8:10])
-        return Found(job.id, job, job.payload, row[1], index_of(job)[1] if place == _place(job) else place)
+        return Found(job.id, job, job.payload, row[1], index_of(job)[1] if place == place_of(job) else place)
 
     def tally(self, queue: str) -> dict[str, int]:
         counted = Ledger()
