@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import StorageUnavailable
+from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.jobs import Complete, Event, Placed, Request, Settled, State, Topic, Work
 from holdfast.storage import Storage, audit, connect, lane, wake
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
@@ -432,3 +432,31 @@ async def test_many_calls_behind_a_writer_that_takes_too_long_are_all_refused_in
     assert {type(reply) for reply in replies} == {StorageUnavailable}
     assert waited < 1.0
     assert (await storage.snapshot()).queues == []
+
+
+async def test_an_empty_datagram_from_a_stranger_does_not_stop_a_listener(tmp_path: Path) -> None:
+    async with connect(f"sqlite:///{tmp_path}/jobs.db") as listening, connect(f"sqlite:///{tmp_path}/jobs.db") as other:
+        async with listening.subscribe(Topic("q", "ready")) as events:
+            (address,) = tmp_path.glob("*-ear-*")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+                stranger.sendto(b"", str(address))
+            await other.enqueue("q", [Request("a", Work(b"1"))])
+            async with asyncio.timeout(5):
+                assert (await anext(events)).id == "a"
+
+
+async def test_a_storage_that_is_open_cannot_be_opened_again(tmp_path: Path) -> None:
+    async with connect(f"sqlite:///{tmp_path}/jobs.db") as storage:
+        with pytest.raises(StorageUnavailable, match="open already"):
+            await storage.__aenter__()
+        await storage.enqueue("q", [Request("a", Work(b"1"))])
+
+
+async def test_a_newer_file_is_refused_before_anything_in_it_is_changed(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as db:
+        db.execute("CREATE TABLE holdfast_meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
+        db.execute("INSERT INTO holdfast_meta VALUES ('layout', 2)")
+    before = (tmp_path / "jobs.db").read_bytes()
+    with pytest.raises(LayoutTooNew, match="layout 2"):
+        await connect(f"sqlite:///{tmp_path}/jobs.db").__aenter__()
+    assert (tmp_path / "jobs.db").read_bytes() == before

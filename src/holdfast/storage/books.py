@@ -52,12 +52,12 @@ class Books:
         totals[kind] = totals.get(kind, 0) + 1
         self._events.append(Event(kind, self.queue, id, generation, run_at))
 
-    def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str]]:
-        """Mark or take back expired leases: the ids of those now overdue, and of those taken back."""
+    def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str], bool]:
+        """Mark or take back expired leases: those now overdue, those taken back, and whether there may be more."""
         overdue: list[str] = []
         stalled: list[str] = []
         if not self.ledger.counts.get(State.RUNNING):
-            return overdue, stalled
+            return overdue, stalled, False
         if worker is None:
             jobs = self.table.expired(self.queue, self.now, limit)
         else:
@@ -69,7 +69,7 @@ class Books:
             step = machine.expire(job, self.time) if worker is None else machine.take_back(job, self.time)
             self.put(job.id, job, step)
             (stalled if step.kinds else overdue).append(job.id)
-        return overdue, stalled
+        return overdue, stalled, len(jobs) == limit
 
     def sweep_forgotten(self, limit: int) -> int:
         counts = self.ledger.counts

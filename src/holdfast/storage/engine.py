@@ -231,11 +231,10 @@ class Engine:
         books = self._books(queue)
         if books is None:
             return Swept([], [], 0, False, None)
-        overdue, stalled = books.sweep(limit, worker)
+        overdue, stalled, more = books.sweep(limit, worker)
         forgotten = books.sweep_forgotten(limit)
         books.close()
-        more = max(len(overdue) + len(stalled), forgotten) == limit
-        return Swept(overdue, stalled, forgotten, more, self.table.next_sweep_at(queue))
+        return Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
     def purge(self, queue: str, states: Collection[State], limit: int, *, drop: bool) -> int:
         books = self._books(queue)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import LayoutTooNew, OptionError
+from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.jobs import Event, Topic
 from holdfast.storage import checks, wake
 from holdfast.storage.engine import Engine
@@ -62,26 +62,39 @@ class SqliteStorage(LocalStorage):
         return f"<SqliteStorage {self.path}>"
 
     async def __aenter__(self) -> Self:
+        if self._pid is not None:
+            raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
         self._writer = Lane(self.path, self._connect, self._tell, waits_for_disk=waits_for_disk)
         await self._writer.open()
         self._reader = Lane(self.path, self._connect)
-        await self._reader.open()
+        try:
+            await self._reader.open()
+        except BaseException:
+            await self._writer.close()
+            raise
         log.info("jobs are in %s", self.path)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
-        if isinstance(self._ear, wake.Ear):
-            address = self._ear.address
-            await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
-        if self._ear is not None:
-            await asyncio.to_thread(self._ear.close)
-        self._ear = None
+        try:
+            await self._stop_listening()
+        finally:
+            await self._writer.close()
+            await self._reader.close()
+            self._mouth.close()
+
+    async def _stop_listening(self) -> None:
+        ear, self._ear = self._ear, None
         self._heard.clear()
-        await self._writer.close()
-        await self._reader.close()
-        self._mouth.close()
+        try:
+            if isinstance(ear, wake.Ear):
+                address = ear.address
+                await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
+        finally:
+            if ear is not None:
+                await asyncio.to_thread(ear.close)
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
         self._check_open()
@@ -146,10 +159,11 @@ class SqliteStorage(LocalStorage):
             self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
         )
         try:
+            _refuse_newer_layout(db, self.path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {self._synchronous}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-            _prepare_layout(db, self.path)
+            _make_layout(db)
             db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
             db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
             db.execute("PRAGMA busy_timeout = 0")
@@ -185,16 +199,19 @@ class _Listening:
         await self._inner.__aexit__(None, None, None)
 
 
-def _prepare_layout(db: sqlite3.Connection, path: Path) -> None:
+def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:
     layout = _layout(db)
-    if layout is None:
-        schema = resources.files("holdfast.storage").joinpath("schema.sql").read_text()
-        version = f"INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', {LAYOUT});"
-        db.executescript(f"BEGIN IMMEDIATE; {schema} {version} COMMIT;")
-    elif not isinstance(layout, int) or layout > LAYOUT:
+    if layout is not None and (not isinstance(layout, int) or layout > LAYOUT):
         raise LayoutTooNew(
             f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
         )
+
+
+def _make_layout(db: sqlite3.Connection) -> None:
+    if _layout(db) is None:
+        schema = resources.files("holdfast.storage").joinpath("schema.sql").read_text()
+        version = f"INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', {LAYOUT});"
+        db.executescript(f"BEGIN IMMEDIATE; {schema} {version} COMMIT;")
 
 
 def _layout(db: sqlite3.Connection) -> object:

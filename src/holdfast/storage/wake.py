@@ -37,6 +37,7 @@ class Ear:
     def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
         _clear_away(beside)
         self._hear = hear
+        self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.address = _address(beside)
         self._socket.bind(self.address)
@@ -47,7 +48,7 @@ class Ear:
     def _listen(self) -> None:
         while True:
             data = self._socket.recv(262_144)
-            if not data:
+            if self._closing:
                 return
             try:
                 namespace, events = _decode(data)
@@ -56,6 +57,7 @@ class Ear:
                 continue  # A newer release, or noise. It was only a hint.
 
     def close(self) -> None:
+        self._closing = True
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
             last.sendto(b"", self.address)
         self._thread.join()
