@@ -75,10 +75,11 @@ class Hub:
                 _call(subscription, wanted)
 
     def poke(self) -> None:
-        """Something may have happened, nobody knows what: every listener should look."""
+        """Something may have happened, nobody knows what: every listener should look. One event for those who wait for
+        work, and one for those who wait for an end."""
         for subscription in self._subscriptions:
-            _call(subscription, [Event(Kind.CANCELLED, t.queue, t.id or "", 0) for t in subscription.topics])
-            _call(subscription, [Event(Kind.UPDATED, t.queue, t.id or "", 0) for t in subscription.topics])
+            kinds = (Kind.UPDATED, Kind.CANCELLED)
+            _call(subscription, [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds])
 
 
 def _call(subscription: Subscription, events: list[Event]) -> None:
