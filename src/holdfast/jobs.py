@@ -346,7 +346,8 @@ class Kept(StrEnum):
 
 
 class Page(Value, frozen=True):
-    """Some jobs, without payloads and results; `after` continues, None at the end."""
+    """Some jobs, without payloads and results, and without errors and progress of more than 4 KiB; `after` continues,
+    None at the end."""
 
     jobs: list[Job]
     after: str | None

@@ -63,3 +63,5 @@ async def _hint(events: AsyncIterator[Event], seconds: float) -> None:
             await anext(events)
     except TimeoutError:
         pass
+    except StopAsyncIteration:
+        await asyncio.sleep(seconds)  # Whoever gave the hints has no more: look as if they were lost.

@@ -704,8 +704,9 @@ async def test_queues_are_independent(stage: Stage) -> None:
     assert (stats.paused, stats.totals) == (False, {"enqueued": 1, "claimed": 1})
 
 
-async def test_namespaces_in_one_file_are_independent(clock: ManualClock, tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/jobs.db"
+@pytest.mark.parametrize("scheme", ["memory://{}", "sqlite:///{}/jobs.db"])
+async def test_namespaces_in_one_place_are_independent(clock: ManualClock, tmp_path: Path, scheme: str) -> None:
+    url = scheme.format(tmp_path)
     async with (
         connect(url, clock=clock, namespace="one") as one_storage,
         connect(url, clock=clock, namespace="two") as two_storage,

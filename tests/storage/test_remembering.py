@@ -605,3 +605,16 @@ async def test_listed_jobs_carry_neither_payloads_nor_results(stage: Stage) -> N
         assert job.payload is None, job.id
         assert job.outcome is None or job.outcome.result is None, job.id
         assert job.run is None or job.run.next is None or job.run.next.work.payload is None, job.id
+
+
+async def test_a_long_error_is_left_out_of_a_list_and_a_short_one_is_not(stage: Stage) -> None:
+    for id, error in (("long", b"x" * 5000), ("short", b"x" * 4096)):
+        await stage.enqueue(id)
+        await stage.fail(await stage.claim_one(), error)
+    listed = {job.id: job.outcome for job in (await stage.storage.scan("q", state=State.FAILED)).jobs}
+    assert listed["long"] is not None
+    assert listed["short"] is not None
+    assert (listed["long"].error, listed["short"].error) == (None, b"x" * 4096)
+    outcome = (await stage.the("long")).outcome
+    assert outcome is not None
+    assert outcome.error == b"x" * 5000

@@ -650,3 +650,17 @@ async def test_what_happened_before_a_subscription_is_not_heard(stage: Stage) ->
         assert await stage.cancel("a") is Cancelled.CANCELLED
         assert [event.kind for event in await heard()] == ["cancelled"]
     assert (await stage.enqueue("a")).placed is Placed.NEW
+
+
+async def test_hints_that_come_to_an_end_leave_the_waiter_looking(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.01)
+
+    async def no_more() -> AsyncIterator[Event]:
+        return
+        yield
+
+    hints = no_more()
+    await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]
+    await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]

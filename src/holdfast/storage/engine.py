@@ -49,6 +49,8 @@ FORGET_ON_ENQUEUE = 2
 MEND_PASSES = 2
 """How often a claim looks for what is misplaced before it takes what it finds."""
 REPAIR_PAGE = 200
+MAX_LISTED_BYTES = 4096
+"""An error or progress that is longer is left out of a list; `get` has it."""
 
 
 class Engine:
@@ -360,11 +362,18 @@ def _as_read(job: Job, time: QueueTime) -> Job:
 
 def _listed(job: Job) -> Job:
     """A record as `scan` gives it: without the bytes that could make a page large."""
-    outcome = None if job.outcome is None else replace(job.outcome, result=None)
-    run = job.run
-    if run is not None and run.next is not None:
-        run = replace(run, next=replace(run.next, work=replace(run.next.work, payload=None)))
-    return replace(job, work=replace(job.work, payload=None), run=run, outcome=outcome, previous=None)
+    outcome, run = job.outcome, job.run
+    if outcome is not None:
+        outcome = replace(outcome, result=None, error=_if_small(outcome.error))
+    if run is not None:
+        following = run.next and replace(run.next, work=replace(run.next.work, payload=None))
+        run = replace(run, next=following, progress=_if_small(run.progress))
+    work = replace(job.work, payload=None)
+    return replace(job, work=work, run=run, outcome=outcome, previous=None, error=_if_small(job.error))
+
+
+def _if_small(value: bytes | None) -> bytes | None:
+    return None if value is None or len(value) > MAX_LISTED_BYTES else value
 
 
 def _served(worker: WorkerStats) -> list[str]:
