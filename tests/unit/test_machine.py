@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from msgspec.structs import replace
 
 from holdfast import machine
-from holdfast.jobs import Job, Next, Outcome, Run, State, Work
+from holdfast.clock import QueueTime
+from holdfast.jobs import Job, Next, Outcome, Placed, Request, Retry, Run, State, Work
 from holdfast.machine import TRANSITIONS, Act, Answer, Phase
 
 NOW = 1_800_000_000_000_000
@@ -36,6 +39,7 @@ def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
         (replace(WAITING, run=replace(RUNNING.run, cancel_asked=True, next=NEXT)), Phase.CANCELLING_DEFERRED),
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW + 1)), Phase.COMPLETED),
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW)), Phase.STALE),
+        (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW - 1)), Phase.STALE),
         (replace(WAITING, outcome=ended(State.COMPLETED, forget_at=NOW, dedup_at=NOW)), Phase.NONE),
         (replace(WAITING, outcome=ended(State.FAILED)), Phase.FAILED),
         (replace(WAITING, outcome=ended(State.CANCELLED)), Phase.CANCELLED),
@@ -50,6 +54,24 @@ def test_a_record_is_in_the_phase_that_its_parts_name(job: Job | None, phase: Ph
 def test_a_write_lets_go_of_a_previous_outcome_from_its_forget_time_on(late_us: int, there: bool) -> None:
     job = replace(WAITING, previous=ended(State.COMPLETED, forget_at=NOW))
     assert (machine.tidy(job, NOW + late_us).previous is not None) is there
+
+
+@pytest.mark.parametrize("counts", ["retries", "stalls", "timeouts"])
+def test_every_retry_adds_one_to_the_count_that_it_names(counts: Literal["retries", "stalls", "timeouts"]) -> None:
+    job = replace(RUNNING, retries=1, stalls=3, timeouts=5)
+    again = machine.settle(job, Retry("a", NOW, counts=counts), QueueTime(last_at=NOW, last_stamp=NOW)).job
+    assert again is not None
+    added = {name: getattr(again, name) - getattr(job, name) for name in ("retries", "stalls", "timeouts")}
+    assert added == {name: int(name == counts) for name in added}
+
+
+@pytest.mark.parametrize(
+    ("late_us", "placed"), [(-1, Placed.COMPLETED), (0, Placed.NEW), (1, Placed.NEW), (1_000_000, Placed.NEW)]
+)
+def test_keep_is_answered_from_the_cache_until_dedup_ttl_and_never_after(late_us: int, placed: Placed) -> None:
+    job = replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW))
+    _, reply = machine.enqueue(job, Request("a", Work(b"2")), QueueTime(last_at=NOW + late_us))
+    assert reply.placed is placed
 
 
 def test_a_damaged_record_is_a_failure_that_is_listed_for_a_week_with_what_is_left_of_it() -> None:
