@@ -1,4 +1,4 @@
-"""The values of Holdfast: jobs, requests, leases, settlements, replies, events. No behaviour beyond reading them.
+"""The values of Holdfast: jobs, requests, leases, settlements, replies. No behaviour beyond reading them.
 
 Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
 Payloads, results and errors are bytes that no storage looks into.
@@ -422,57 +422,3 @@ class Repaired(Value, frozen=True):
     problems: list[Problem]
     checked: int
     cursor: str | None
-
-
-class Kind(StrEnum):
-    """What can happen to a job. A queue's totals count exactly these."""
-
-    ENQUEUED = "enqueued"
-    UPDATED = "updated"
-    DEFERRED = "deferred"
-    CLAIMED = "claimed"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    CANCEL_ASKED = "cancel_asked"
-    RETRIED = "retried"
-    TIMED_OUT = "timed_out"
-    STALLED = "stalled"
-    RELEASED = "released"
-    PROMOTED = "promoted"
-    FORGOTTEN = "forgotten"
-    PURGED = "purged"
-
-
-STARTS = frozenset({Kind.ENQUEUED, Kind.PROMOTED})
-ENDS = frozenset({Kind.COMPLETED, Kind.FAILED, Kind.CANCELLED, Kind.PURGED})
-"""Every start has one end, once nothing of the queue is live: `audit` checks that the totals say so."""
-ENDS_A_WAIT = ENDS | {Kind.CANCEL_ASKED, Kind.FORGOTTEN}
-RETURNS = frozenset({Kind.RETRIED, Kind.TIMED_OUT, Kind.STALLED, Kind.RELEASED})
-MAKES_READY = STARTS | RETURNS | {Kind.UPDATED}
-
-
-class Event(Value, frozen=True):
-    """A hint that something happened. Hints may be lost, repeated or late; the record is the truth."""
-
-    kind: Kind
-    queue: str
-    id: str
-    generation: int
-    run_at: int = 0
-    """When the job is due, where the event left it waiting."""
-
-
-class Topic(Value, frozen=True):
-    """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything."""
-
-    queue: str
-    only: Literal["ready", "ends", "all"] = "all"
-    id: str | None = None
-
-    def covers(self, event: Event) -> bool:
-        if event.queue != self.queue or (self.id is not None and event.id != self.id):
-            return False
-        if self.only == "ready":
-            return event.kind in MAKES_READY
-        return self.only == "all" or event.kind in ENDS_A_WAIT

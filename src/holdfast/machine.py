@@ -13,6 +13,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from holdfast.clock import QueueTime
+from holdfast.events import Kind
 from holdfast.jobs import (
     Cancelled,
     Complete,
@@ -20,7 +21,6 @@ from holdfast.jobs import (
     Fail,
     Job,
     Kept,
-    Kind,
     Lease,
     Next,
     Outcome,

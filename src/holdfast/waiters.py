@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from holdfast.errors import JobCancelled, JobForgotten, WaitTimeout
-from holdfast.jobs import Event, Kept, Outcome, State, Topic
+from holdfast.events import Event, Topic
+from holdfast.jobs import Kept, Outcome, State
 from holdfast.machine import Answer, answer
 from holdfast.storage import Storage
 

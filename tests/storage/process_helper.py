@@ -11,7 +11,8 @@ import random
 import sys
 import time
 
-from holdfast.jobs import Complete, Release, Request, Retry, Settled, Topic, Work
+from holdfast.events import Topic
+from holdfast.jobs import Complete, Release, Request, Retry, Settled, Work
 from holdfast.storage import Storage, connect
 
 LEASE_MS = 300

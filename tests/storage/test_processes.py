@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import LayoutTooNew, StorageUnavailable
-from holdfast.jobs import Complete, Event, Placed, Request, Settled, State, Topic, Work
+from holdfast.events import Event, Topic
+from holdfast.jobs import Complete, Placed, Request, Settled, State, Work
 from holdfast.storage import Storage, audit, connect, lane, wake
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
 from tests.storage.stage import fence

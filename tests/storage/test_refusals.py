@@ -17,20 +17,8 @@ import pytest
 
 from holdfast.clock import ManualClock
 from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.jobs import (
-    Complete,
-    Fail,
-    Lease,
-    Placed,
-    Release,
-    Request,
-    Retry,
-    Settled,
-    State,
-    Topic,
-    Update,
-    Work,
-)
+from holdfast.events import Topic
+from holdfast.jobs import Complete, Fail, Lease, Placed, Release, Request, Retry, Settled, State, Update, Work
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES, clean_id
 from holdfast.storage.sqlite import LAYOUT, SqliteStorage
@@ -370,7 +358,8 @@ async def test_a_storage_that_was_closed_can_be_opened_again(
 FORKED = """
     import asyncio, os, sys
     from holdfast.errors import StorageUnavailable
-    from holdfast.jobs import Request, Topic, Work
+    from holdfast.events import Topic
+    from holdfast.jobs import Request, Work
     from holdfast.storage import connect
 
     def refused(verb):

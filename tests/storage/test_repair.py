@@ -19,7 +19,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.clock import ManualClock
-from holdfast.jobs import Job, Kind, Next, Outcome, Placed, Problem, Request, Settled, State, Update, Work
+from holdfast.events import Kind
+from holdfast.jobs import Job, Next, Outcome, Placed, Problem, Request, Settled, State, Update, Work
 from holdfast.machine import DAMAGED
 from holdfast.storage import audit
 from holdfast.storage.engine import REPAIR_PAGE

@@ -16,7 +16,8 @@ import pytest
 
 from holdfast.clock import ManualClock
 from holdfast.errors import PayloadRejected
-from holdfast.jobs import Event, Kind, Placed, Request, Settled, State, Topic, Work
+from holdfast.events import Event, Kind, Topic
+from holdfast.jobs import Placed, Request, Settled, State, Work
 from holdfast.storage import connect
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage

@@ -16,7 +16,8 @@ import pytest
 
 from holdfast.clock import ManualClock
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.jobs import Cancelled, Job, Lease, Placed, Settled, State, Topic, Update, Work
+from holdfast.events import Topic
+from holdfast.jobs import Cancelled, Job, Lease, Placed, Settled, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence

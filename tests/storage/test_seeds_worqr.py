@@ -14,7 +14,8 @@ import pytest
 
 from holdfast import waiters
 from holdfast.clock import ManualClock
-from holdfast.jobs import Cancelled, Event, Kind, Placed, Settled, State, Swept, Topic
+from holdfast.events import Event, Kind, Topic
+from holdfast.jobs import Cancelled, Placed, Settled, State, Swept
 from holdfast.storage.hub import Hub
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage

@@ -13,7 +13,8 @@ import pytest
 from holdfast import waiters
 from holdfast.clock import ManualClock
 from holdfast.errors import JobCancelled, JobForgotten, WaitTimeout
-from holdfast.jobs import Cancelled, Event, Job, Outcome, Placed, Request, State, Topic, Update, Work
+from holdfast.events import Event, Topic
+from holdfast.jobs import Cancelled, Job, Outcome, Placed, Request, State, Update, Work
 from holdfast.machine import Answer, answer
 from holdfast.storage import Storage
 from holdfast.waiters import wait

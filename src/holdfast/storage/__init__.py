@@ -15,12 +15,12 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from holdfast.clock import Clock
 from holdfast.errors import OptionError
+from holdfast.events import Event, Topic
 from holdfast.jobs import (
     Cancelled,
     Claim,
     Complete,
     Enqueued,
-    Event,
     Extended,
     Facts,
     Fail,
@@ -38,7 +38,6 @@ from holdfast.jobs import (
     Snapshot,
     State,
     Swept,
-    Topic,
 )
 
 __all__ = ["Complete", "Fail", "Release", "Retry", "Settlement", "Storage", "audit", "connect"]

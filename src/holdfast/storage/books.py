@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast import machine
-from holdfast.jobs import ENDS, Event, Job, Kind, State
+from holdfast.events import ENDS, Event, Kind
+from holdfast.jobs import Job, State
 from holdfast.storage.table import Change, Ledger, Table
 
 

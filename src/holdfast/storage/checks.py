@@ -14,7 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.errors import OptionError, PayloadRejected
-from holdfast.jobs import MAX_MS, Complete, Facts, Fail, Lease, Request, Retry, Settlement, State, Topic, Value, Work
+from holdfast.events import Topic
+from holdfast.jobs import MAX_MS, Complete, Facts, Fail, Lease, Request, Retry, Settlement, State, Value, Work
 
 MAX_ITEMS = 250
 """Items in one call: a longer list is the caller's to cut."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
+from holdfast.events import Kind
 from holdfast.jobs import (
     FINISHED,
     Cancelled,
@@ -22,7 +23,6 @@ from holdfast.jobs import (
     Fail,
     Job,
     Kept,
-    Kind,
     Lease,
     Orders,
     Page,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from holdfast import machine
-from holdfast.jobs import ENDS, STARTS, Job, Kind, Problem, State
+from holdfast.events import ENDS, STARTS, Kind
+from holdfast.jobs import Job, Problem, State
 from holdfast.storage.books import Books
 from holdfast.storage.table import VIEWS, Found, Ledger, Table, index_of, newest_stamp
 

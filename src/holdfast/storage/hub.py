@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from holdfast.jobs import Event, Kind, Topic
+from holdfast.events import Event, Kind, Topic
 
 MAX_PENDING = 10_000
 """Hints that one listener may have before it; the oldest are dropped first."""

@@ -12,11 +12,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageUnavailable
+from holdfast.events import Event, Topic
 from holdfast.jobs import (
     Cancelled,
     Claim,
     Enqueued,
-    Event,
     Extended,
     Facts,
     Job,
@@ -31,7 +31,6 @@ from holdfast.jobs import (
     Snapshot,
     State,
     Swept,
-    Topic,
 )
 from holdfast.storage import checks
 from holdfast.storage.engine import Engine

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.jobs import PRIORITIES, Event, Job, State, WorkerStats
+from holdfast.events import Event
+from holdfast.jobs import PRIORITIES, Job, State, WorkerStats
 from holdfast.storage import checks
 from holdfast.storage.checks import id_bytes
 from holdfast.storage.engine import Engine

@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.jobs import Event, Topic
+from holdfast.events import Event, Topic
 from holdfast.storage import checks, wake
 from holdfast.storage.engine import Engine
 from holdfast.storage.lane import BUSY_S, Lane, as_holdfast_error, is_busy

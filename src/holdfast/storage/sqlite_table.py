@@ -14,15 +14,8 @@ import msgspec
 
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
-from holdfast.jobs import (
-    LIVE,
-    PRIORITIES,
-    Event,
-    Job,
-    Kind,
-    State,
-    WorkerStats,
-)
+from holdfast.events import Event, Kind
+from holdfast.jobs import LIVE, PRIORITIES, Job, State, WorkerStats
 from holdfast.storage.checks import clean_id, id_bytes
 from holdfast.storage.rows import COLUMNS, UNREADABLE, Row, job_of, place_of, rest_of
 from holdfast.storage.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of

@@ -8,7 +8,8 @@ from typing import Protocol
 import msgspec
 
 from holdfast.clock import QueueTime
-from holdfast.jobs import Event, Job, State, WorkerStats
+from holdfast.events import Event
+from holdfast.jobs import Job, State, WorkerStats
 
 VIEWS = ("retrying", "deferred")
 """What records are counted under besides their state."""

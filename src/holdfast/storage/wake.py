@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.jobs import Event, Kind
+from holdfast.events import Event, Kind
 from holdfast.storage.checks import clean_id, id_bytes
 
 MAX_ADDRESS_BYTES = 100
