@@ -13,8 +13,6 @@ import msgspec
 
 STEP_BACK_US = 1_000_000
 """A clock that falls back by more than this has stepped; by less, it is waited out."""
-
-
 MAX_STEPS = 8
 """Steps back that a queue remembers, for the sake of absolute times that were due before them."""
 

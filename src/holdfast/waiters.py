@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from holdfast.errors import JobCancelled, JobForgotten, WaitTimeout
+from holdfast.errors import JobCancelled, JobForgotten, OptionError, WaitTimeout
 from holdfast.events import Event, Topic
 from holdfast.jobs import Kept, Outcome, State
 from holdfast.machine import Answer, answer
 from holdfast.storage import Storage
 
 LOOK_EVERY_S = 1.0
+MAX_WAIT_S = 30 * 86_400
+"""A month: who waits longer says None."""
 KEEP_MARGIN_MS = 10_000
 """An outcome is kept for this much longer than its waiter waits."""
 KEEP_FOREVER_MS = 60_000
@@ -27,6 +29,8 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
 
     Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 looks once, None waits for ever.
     """
+    if wait_s is not None and not 0 <= wait_s <= MAX_WAIT_S:
+        raise OptionError(f"wait is a number of seconds from 0 to {MAX_WAIT_S}, or None for ever, not {wait_s!r:.40}")
     async with storage.subscribe(Topic(queue, "ends", id)) as events:
         deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
         asked_at = await _ask_to_keep(storage, queue, id, wait_s)

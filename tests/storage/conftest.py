@@ -41,3 +41,10 @@ async def stage(harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIt
         stage = Stage(storage, clock)
         yield stage
         assert await stage.problems() == []
+
+
+@pytest.fixture
+async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
+    """The same queue through a storage object of its own, as another process has it."""
+    async with harness.open(clock, tmp_path) as storage:
+        yield Stage(storage, clock)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 from holdfast.clock import ManualClock
+from holdfast.events import Event, Kind
 from holdfast.jobs import (
     Cancelled,
     Complete,
@@ -161,3 +165,9 @@ class Stage:
 def fence(job: Job) -> int:
     assert job.run is not None
     return job.run.fence
+
+
+async def heard(events: AsyncIterator[Event], number: int) -> list[tuple[Kind, str]]:
+    """The next so many events, as kind and id."""
+    async with asyncio.timeout(10):
+        return [(event.kind, event.id) for event in [await anext(events) for _ in range(number)]]

@@ -516,3 +516,22 @@ async def test_closing_lets_what_is_lined_up_finish(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "jobs.db") as again:
         assert (await again.snapshot()).queues[0].ready == 50
     assert time.monotonic() - begun < 5
+
+
+async def test_a_read_that_finds_the_file_busy_at_its_first_look_waits(tmp_path: Path) -> None:
+    async with SqliteStorage(tmp_path / "jobs.db") as storage:
+        await storage.enqueue("q", [Request("a", Work(b"1"))])
+        for each in (storage._writer, storage._reader):
+            begin, busy = each.table.begin, sqlite3.OperationalError("database is locked")
+            busy.sqlite_errorcode = sqlite3.SQLITE_BUSY_RECOVERY
+            left = [busy] * 3
+
+            def recovering(begin: Callable[[], None] = begin, left: list[Exception] = left) -> None:
+                if left:
+                    raise left.pop()
+                begin()
+
+            each.table.begin = recovering  # type: ignore[method-assign]
+        (job,) = await storage.get("q", ["a"])
+        assert job is not None
+        assert len((await storage.scan("q")).jobs) == 1

@@ -819,6 +819,7 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
         OptionError,
         "ud800",
     ),
+    "subscribe to text": (lambda c: c.storage.subscribe("q").__aenter__(), OptionError, "str"),  # type: ignore[arg-type]
     "subscribe to no such thing": (
         lambda c: c.storage.subscribe(Topic("q", "starts")).__aenter__(),  # type: ignore[arg-type]
         OptionError,

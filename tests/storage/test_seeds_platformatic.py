@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from holdfast import waiters
-from holdfast.clock import ManualClock
 from holdfast.errors import JobForgotten, OptionError, WaitTimeout
 from holdfast.jobs import Cancelled, Complete, Enqueued, Kept, Outcome, Placed, Settled, State, Update
 from holdfast.waiters import wait
-from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
-
-
-@pytest.fixture
-async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    """The same queue through a storage object of its own, as another process has it."""
-    async with harness.open(clock, tmp_path) as storage:
-        yield Stage(storage, clock)
 
 
 async def waiting(stage: Stage, reply: Enqueued, seconds: float = 10) -> Outcome:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import pytest
 
 from holdfast.clock import ManualClock
 from holdfast.errors import PayloadRejected
-from holdfast.events import Event, Kind, Topic
+from holdfast.events import Kind, Topic
 from holdfast.jobs import Placed, Request, Settled, State, Work
 from holdfast.storage import connect
 from tests.storage.harness import Harness
-from tests.storage.stage import Stage
+from tests.storage.stage import Stage, heard
 
 ODD_IDS = [
     "a:b",
@@ -35,18 +34,6 @@ ODD_IDS = [
     " ",
     "\udcff",
 ]
-
-
-@pytest.fixture
-async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    """The same queue through a storage object of its own, as another process has it."""
-    async with harness.open(clock, tmp_path) as storage:
-        yield Stage(storage, clock)
-
-
-async def heard(events: AsyncIterator[Event], number: int) -> list[tuple[Kind, str]]:
-    async with asyncio.timeout(10):
-        return [(event.kind, event.id) for event in [await anext(events) for _ in range(number)]]
 
 
 # Bytes, ids and names

@@ -10,27 +10,15 @@ import contextlib
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from holdfast.clock import ManualClock
 from holdfast.errors import OptionError
 from holdfast.jobs import Job, Placed, Settled, State, new_id
 from holdfast.storage import audit
 from holdfast.storage.memory import MemoryStorage
 from holdfast.storage.sqlite import SqliteStorage
-from tests.storage.harness import Harness
 from tests.storage.stage import Stage
-
-
-@pytest.fixture
-async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    """The same queue through a storage object of its own, as another process has it."""
-    async with harness.open(clock, tmp_path) as storage:
-        yield Stage(storage, clock)
-
 
 # Adding
 

@@ -7,31 +7,14 @@ What becomes of a dead worker's leases is proved in test_leases.py and not again
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from holdfast import waiters
-from holdfast.clock import ManualClock
-from holdfast.events import Event, Kind, Topic
+from holdfast.events import Kind, Topic
 from holdfast.jobs import Cancelled, Placed, Settled, State, Swept
 from holdfast.storage.hub import Hub
-from tests.storage.harness import Harness
-from tests.storage.stage import Stage
-
-
-@pytest.fixture
-async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    """The same queue through a storage object of its own, as another process has it."""
-    async with harness.open(clock, tmp_path) as storage:
-        yield Stage(storage, clock)
-
-
-async def heard(events: AsyncIterator[Event], number: int) -> list[tuple[Kind, str]]:
-    async with asyncio.timeout(10):
-        return [(event.kind, event.id) for event in [await anext(events) for _ in range(number)]]
-
+from tests.storage.stage import Stage, heard
 
 # Queues
 

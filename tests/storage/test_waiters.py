@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import waiters
 from holdfast.clock import ManualClock
-from holdfast.errors import JobCancelled, JobForgotten, WaitTimeout
+from holdfast.errors import JobCancelled, JobForgotten, OptionError, WaitTimeout
 from holdfast.events import Event, Topic
 from holdfast.jobs import Cancelled, Job, Outcome, Placed, Request, State, Update, Work
 from holdfast.machine import Answer, answer
@@ -665,3 +665,10 @@ async def test_hints_that_come_to_an_end_leave_the_waiter_looking(
     hints = no_more()
     await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]
     await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("wait_s", [-1, -60.0, float("nan"), float("inf")])
+async def test_a_wait_that_is_no_length_of_time_is_refused(stage: Stage, wait_s: float) -> None:
+    reply = await stage.enqueue("a")
+    with pytest.raises(OptionError, match="wait"):
+        await wait(stage.storage, "q", "a", reply.generation, wait_s=wait_s)

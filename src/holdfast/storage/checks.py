@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
-from msgspec.structs import replace
 
 from holdfast.errors import OptionError, PayloadRejected
 from holdfast.events import Topic
@@ -154,7 +153,7 @@ def check_states(states: Collection[State]) -> None:
 
 
 def check_topics(topics: Sequence[Topic]) -> None:
-    _check_values("topic", topics, Topic, _read_topics, [replace(topic, id=None) for topic in topics])
+    _check_values("topic", topics, Topic, _read_topics)
     for topic in topics:
         check_queue(topic.queue)
         if topic.id is not None:
@@ -229,11 +228,11 @@ def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
     return place
 
 
-def _check_values(what: str, values: Sequence[T], kind: Any, read: Any, plain: Sequence[T] | None = None) -> None:
+def _check_values(what: str, values: Sequence[T], kind: Any, read: Any) -> None:
     """Are these values of their type, in every field?"""
     _check_list(values, f"{what}s")
     try:
-        read(_encode(values if plain is None else plain))
+        read(_encode(values))
     except _WRONG:
         for value in values:
             _check_value(what, value, kind)
@@ -245,7 +244,7 @@ def _check_value(what: str, value: object, kind: Any) -> None:
         raise OptionError(f"{value!r:.80} is not a {what} but {type(value).__name__}")
     for name, hint in get_type_hints(value.__class__, include_extras=True).items():
         field = getattr(value, name)
-        if name == "id":
+        if name == "id" and field is not None:
             check_id(field, FOLLOW_UP_ID_BYTES)
         elif isinstance(field, Value):
             _check_value(f"{what}'s {name}", field, hint)

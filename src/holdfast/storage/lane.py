@@ -182,16 +182,13 @@ class Lane:
         writes = any(call.writes for call in group)
         self._begin("BEGIN IMMEDIATE" if writes else "BEGIN", patient)
         try:
-            self.table.begin()
             for call in group:
                 call.result = call.verb(self._engine)
             if writes:
                 self.table.flush()
             self._db.execute("COMMIT")
         except BaseException:
-            self.table.forget_cache()
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            self._roll_back()
             raise
         if writes:
             payload_pages = self.table.payload_bytes // PAGE_BYTES
@@ -206,15 +203,23 @@ class Lane:
         except Exception:
             log.exception("could not tell of a commit to %s", self._path)
 
+    def _roll_back(self) -> None:
+        self.table.forget_cache()
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
     def _begin(self, statement: str, patient: bool) -> None:
-        """Begin; if `patient`, wait for other processes in short random naps: SQLite's own grow to 100 ms."""
+        """Begin; if `patient`, wait for other processes in short random naps: SQLite's own grow to 100 ms. A step that
+        only reads may find the file busy at its first look, while another process recovers the log: that counts."""
         deadline = time.monotonic() + BUSY_S
         nap_s = 0.0002
         while True:
             try:
                 self._db.execute(statement)
+                self.table.begin()
                 return
             except sqlite3.OperationalError as error:
+                self._roll_back()
                 if not patient or not is_busy(error) or time.monotonic() > deadline:
                     raise
             time.sleep(nap_s * (0.5 + random.random()))

@@ -107,7 +107,10 @@ class Poll:
         with contextlib.closing(sqlite3.connect(self._path, timeout=1.0)) as db:
             seen = None
             while not self._stop.wait(POLL_S):
-                version = db.execute("PRAGMA data_version").fetchone()
+                try:
+                    version = db.execute("PRAGMA data_version").fetchone()
+                except sqlite3.OperationalError:
+                    continue  # Busy: look again in a moment.
                 if version != seen:
                     seen = version
                     self._poke()
