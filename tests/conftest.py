@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests import servers
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -11,5 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME|MODULE:HARNESS",
-        help="run the storage suite only on this storage: memory, sqlite, or your own (see tests/storage/harness.py)",
+        help="run the storage suite only on this one: memory, sqlite, valkey, redis, or yours (see harness.py)",
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(servers.described())

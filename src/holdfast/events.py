@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal
 
-from holdfast.jobs import Value
+from holdfast.jobs import Outcome, Value
 
 
 class Kind(StrEnum):
@@ -45,18 +45,24 @@ class Event(Value, frozen=True):
     generation: int
     run_at: int = 0
     """When the job is due, where the event left it waiting."""
+    outcome: Outcome | None = None
+    """What the generation ended in, where a storage tells that to whoever waits for it and it is small."""
 
 
 class Topic(Value, frozen=True):
-    """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything."""
+    """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything.
+
+    `ends` of one id is for those who wait for it, and who have asked for its outcome to be kept. `wake` is for workers:
+    like `ready`, but of all who listen maybe only one is told, and maybe not of which job.
+    """
 
     queue: str
-    only: Literal["ready", "ends", "all"] = "all"
+    only: Literal["ready", "ends", "all", "wake"] = "all"
     id: str | None = None
 
     def covers(self, event: Event) -> bool:
         if event.queue != self.queue or (self.id is not None and event.id != self.id):
             return False
-        if self.only == "ready":
+        if self.only in ("ready", "wake"):
             return event.kind in MAKES_READY
         return self.only == "all" or event.kind in ENDS_A_WAIT

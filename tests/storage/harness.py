@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from holdfast.clock import ManualClock
 from holdfast.storage import Storage, connect
+from tests import servers
 
 
 class Harness(Protocol):
@@ -39,4 +40,20 @@ class SqliteHarness:
         return connect(f"sqlite:///{folder}/jobs.db", clock=clock)
 
 
-HARNESSES: list[Harness] = [MemoryHarness(), SqliteHarness()]
+class RedisHarness:
+    """A server that all tests share; each folder is a namespace of its own."""
+
+    def __init__(self, name: Literal["valkey", "redis"]) -> None:
+        self.name = name
+        self._namespaces: dict[Path, str] = {}
+
+    def open(self, clock: ManualClock, folder: Path) -> Storage:
+        server = servers.shared(self.name)
+        assert server is not None
+        namespace = self._namespaces.setdefault(folder, uuid.uuid4().hex)
+        return connect(server.url, clock=clock, namespace=namespace)
+
+
+HARNESSES: list[Harness] = [MemoryHarness(), SqliteHarness(), RedisHarness("valkey")]
+if servers.redis_binary() is not None:
+    HARNESSES.append(RedisHarness("redis"))

@@ -203,7 +203,7 @@ class Agreement(RuleBasedStateMachine):
     def visit(self, seed: int) -> None:
         """Take new ids straight to cells of the table, in the midst of whatever else is going on. What they are comes
         from a seed and all that went before: Hypothesis likes to draw the same again, and each cell should be met."""
-        rng = random.Random(f"{seed} {self.calls}")
+        rng = random.Random(f"{seed} {self.calls} {len(self.ids)}")
         self.pause(False)
         for phase, act in rng.sample(CELLS, CELLS_A_VISIT):
             id = f"visit {len(self.ids)}"

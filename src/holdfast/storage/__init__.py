@@ -85,7 +85,7 @@ class Storage(Protocol):
         ...
 
     async def scan(self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100) -> Page:
-        """List records without payloads and results: those of a state in its order, or all by id."""
+        """List records without payloads and results: those of a state in its order, or of all states, one by one."""
         ...
 
     async def snapshot(self) -> Snapshot:
@@ -145,6 +145,8 @@ def connect(
 
     `sqlite:///file.db` is relative, `sqlite:////srv/file.db` absolute, both take `?synchronous=full`.
     `memory://name` is shared within the process, `memory://` is nobody else's.
+    `redis://host:6379/0`, `rediss://`, `valkey://`, `valkeys://`, `redis+sentinel://host:26379,other/SERVICE/0` and
+    `redis+cluster://host:6379,other` take redis-py's options, `?timeout=10` and `?eviction=allow`.
     """
     parts = _split(url)
     options: dict[str, object] = {"namespace": namespace, "clock": clock}
@@ -206,12 +208,13 @@ def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
 def _redis(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
     try:
         importlib.import_module("redis.asyncio")
+        importlib.import_module("hiredis")
     except ImportError:
         message = f"{redact(url)!r:.120} needs the redis extra: pip install 'holdfast[redis]'"
         raise OptionError(message) from None
-    raise OptionError(
-        f"{redact(url)!r:.120}: this version of Holdfast has no Redis storage yet, use sqlite:/// or memory://"
-    )
+    module = importlib.import_module("holdfast.storage.redis")
+    storage: Storage = module.open_url(url, redact(url), **options)
+    return storage
 
 
 def _query(url: str, parts: SplitResult, known: set[str]) -> dict[str, str]:

@@ -40,6 +40,7 @@ from holdfast.jobs import (
 from holdfast.storage.books import Books
 from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
 from holdfast.storage.examine import examine, recount
+from holdfast.storage.reading import as_read, listed, read_cursor, served_by, write_cursor
 from holdfast.storage.table import Ledger, Table
 
 SWEEP_ON_CLAIM = 10
@@ -49,8 +50,6 @@ FORGET_ON_ENQUEUE = 2
 MEND_PASSES = 2
 """How often a claim looks for what is misplaced before it takes what it finds."""
 REPAIR_PAGE = 200
-MAX_LISTED_BYTES = 4096
-"""An error or progress that is longer is left out of a list; `get` has it."""
 
 
 class Engine:
@@ -92,7 +91,7 @@ class Engine:
         jobs = [] if paused else self._claim_due(queue, limit, worker, lease_ms)
         next_run_at = None if paused else self.table.next_run_at(queue)
         next_sweep_at = self.table.next_sweep_at(queue)
-        return Claim([_as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
+        return Claim([as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
@@ -183,15 +182,23 @@ class Engine:
         time = self._time(queue)
         loaded = self.table.load(queue, ids)
         found = [loaded.get(id) for id in ids]
-        return [None if job is None or machine.forgotten(job, time.last_at) else _as_read(job, time) for job in found]
+        return [None if job is None or machine.forgotten(job, time.last_at) else as_read(job, time) for job in found]
 
     def scan(self, queue: str, *, state: State | None, after: str | None, limit: int) -> Page:
-        time = self._time(queue)
-        places = 0 if state is None else 3 if state is State.WAITING else 1
-        start = None if after is None else decode_cursor(after, places)
-        jobs, end = self.table.page(queue, state, start, limit)
-        listed = [_listed(_as_read(job, time)) for job in jobs if not machine.forgotten(job, time.last_at)]
-        return Page(listed, None if end is None else encode_cursor(*end))
+        states, start = read_cursor(state, after)
+        jobs: list[Job] = []
+        end: str | None = None
+        for at in states:
+            page, place = self.table.page(queue, at, start, max(limit - len(jobs), 1))
+            if page and len(jobs) == limit:
+                end = write_cursor(state, at, None)
+                break
+            jobs += page
+            if place is not None:
+                end = write_cursor(state, at, place)
+                break
+            start = None
+        return Page(listed(jobs, self._time(queue)), end)
 
     def snapshot(self) -> Snapshot:
         now = self.clock.now_us()
@@ -219,7 +226,7 @@ class Engine:
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=ledger.paused,
             reason=ledger.reason,
-            workers=[w.worker for w in workers if queue in _served(w)],
+            workers=[w.worker for w in workers if queue in served_by(w)],
             totals=dict(ledger.totals),
         )
 
@@ -303,7 +310,7 @@ class Engine:
         at_end = len(found) < REPAIR_PAGE
         problems: list[Problem] = []
         for record in found:
-            problem, mended = examine(queue, record, books)
+            problem, mended = examine(queue, record, books.time)
             if problem is not None:
                 problems.append(problem)
                 if not dry_run:
@@ -350,32 +357,3 @@ def _misplaced(job: Job, time: QueueTime) -> bool:
     if job.run is not None or job.outcome is not None:
         return True
     return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
-
-
-def _as_read(job: Job, time: QueueTime) -> Job:
-    """A record as its readers know it: `run_at` in wall time, and no previous outcome past its forget time."""
-    job = machine.tidy(job, time.last_at)
-    if not time.skew:
-        return job
-    return replace(job, run_at=job.wall_at or job.run_at - time.skew)
-
-
-def _listed(job: Job) -> Job:
-    """A record as `scan` gives it: without the bytes that could make a page large."""
-    outcome, run = job.outcome, job.run
-    if outcome is not None:
-        outcome = replace(outcome, result=None, error=_if_small(outcome.error))
-    if run is not None:
-        following = run.next and replace(run.next, work=replace(run.next.work, payload=None))
-        run = replace(run, next=following, progress=_if_small(run.progress))
-    work = replace(job.work, payload=None)
-    return replace(job, work=work, run=run, outcome=outcome, previous=None, error=_if_small(job.error))
-
-
-def _if_small(value: bytes | None) -> bytes | None:
-    return None if value is None or len(value) > MAX_LISTED_BYTES else value
-
-
-def _served(worker: WorkerStats) -> list[str]:
-    queues = worker.facts.get("queues", [])
-    return queues if isinstance(queues, list) else []

@@ -5,17 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from holdfast import machine
+from holdfast.clock import QueueTime
 from holdfast.events import ENDS, STARTS, Kind
 from holdfast.jobs import Job, Problem, State
-from holdfast.storage.books import Books
 from holdfast.storage.table import VIEWS, Found, Ledger, Table, index_of, newest_stamp
 
 
-def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job]:
-    """What is wrong with a record, and the record as it should be written."""
+def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:
+    """What is wrong with a record, and the record as it should be written. A stamp that the queue has not given out
+    is taken into its time."""
     job = found.job
     if job is None:
-        mended = machine.damaged(found.id, found.payload, books.now)
+        mended = machine.damaged(found.id, found.payload, time.last_at)
         return Problem("garbled", queue, found.id, "the record cannot be read"), mended
     if job.run is not None and job.outcome is not None:
         mended = msgspec.structs.replace(job, run=None)
@@ -27,9 +28,9 @@ def examine(queue: str, found: Found, books: Books) -> tuple[Problem | None, Job
         detail = f"the record belongs at {index} {key} and is at {found.index} {found.key}"
         return Problem("misplaced", queue, found.id, detail), job
     newest = newest_stamp(job)
-    if newest > books.time.last_stamp:
-        detail = f"the record has stamp {newest}, the queue has only given out {books.time.last_stamp}"
-        books.time.last_stamp = newest
+    if newest > time.last_stamp:
+        detail = f"the record has stamp {newest}, the queue has only given out {time.last_stamp}"
+        time.last_stamp = newest
         return Problem("stamp", queue, found.id, detail), job
     return None, job
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from holdfast.events import Event, Kind, Topic
 
 MAX_PENDING = 10_000
 """Hints that one listener may have before it; the oldest are dropped first."""
+
+Route = Callable[[Topic], bool]
+"""Which topics a message is for: where several ways lead to a listener, it should hear nothing twice."""
+
+
+def everyone(topic: Topic) -> bool:
+    return True
 
 
 class Subscription:
@@ -42,9 +49,10 @@ class Subscription:
             await self._arrived.wait()
         return self._pending.popleft()
 
-    def receive(self, events: Iterable[Event]) -> None:
-        """Take what the topics cover. Called on the subscription's own loop."""
-        self._pending.extend(event for event in events if any(topic.covers(event) for topic in self.topics))
+    def receive(self, events: Iterable[Event], route: Route) -> None:
+        """Take what those topics cover that are on this route. Called on the subscription's own loop."""
+        topics = [topic for topic in self.topics if route(topic)]
+        self._pending.extend(event for event in events if any(topic.covers(event) for topic in topics))
         if self._pending:
             self._arrived.set()
 
@@ -64,7 +72,7 @@ class Hub:
         with self._lock:
             self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
 
-    def publish(self, events: Sequence[Event]) -> None:
+    def publish(self, events: Sequence[Event], route: Route = everyone) -> None:
         """Hand events to the loops of those who listen to their queues. Callable from any thread."""
         if not events:
             return
@@ -72,18 +80,19 @@ class Hub:
             queues = {topic.queue for topic in subscription.topics}
             wanted = [event for event in events if event.queue in queues]
             if wanted:
-                _call(subscription, wanted)
+                _call(subscription, wanted, route)
 
     def poke(self) -> None:
         """Something may have happened, nobody knows what: every listener should look. One event for those who wait for
         work, and one for those who wait for an end."""
         for subscription in self._subscriptions:
             kinds = (Kind.UPDATED, Kind.CANCELLED)
-            _call(subscription, [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds])
+            events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
+            _call(subscription, events, everyone)
 
 
-def _call(subscription: Subscription, events: list[Event]) -> None:
+def _call(subscription: Subscription, events: list[Event], route: Route) -> None:
     try:
-        subscription.loop.call_soon_threadsafe(subscription.receive, events)
+        subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
     except RuntimeError:
         pass  # The listener's loop has closed; it will never ask again.

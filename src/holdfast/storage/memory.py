@@ -165,12 +165,11 @@ class MemoryTable:
             found += self._queues[queue].upto(state, now, limit - len(found))
         return found
 
-    def page(self, queue: str, state: State | None, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if queue not in self._queues:
             return [], None
         source = self._queues[queue]
-        everything: list[Place] = [((), key) for key in sorted(source.records)] if state is None else []
-        entries = everything if state is None else source.indexes[state]
+        entries = source.indexes[state]
         start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
         more = start + limit < len(entries)

@@ -104,8 +104,8 @@ class SqliteStorage(LocalStorage):
         self._check_open()
         return await self._reader.call(verb, writes=False)
 
-    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
-        return _Listening(self, super().subscribe(*topics), topics)
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return _Listening(self, super()._subscribe(topics), topics)
 
     async def listen(self, topics: Sequence[Topic]) -> None:
         """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""

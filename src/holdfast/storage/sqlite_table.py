@@ -89,7 +89,7 @@ class SqliteTable:
         """What has happened in this transaction."""
         self.payload_bytes = 0
         """How much of payloads it has written."""
-        self.listeners: list[tuple[str, str, Literal["ready", "ends", "all"]]] = []
+        self.listeners: list[tuple[str, str, Literal["ready", "ends", "all", "wake"]]] = []
         """Who wants to be told, in all processes: address, namespace/queue, topic."""
         self.gone: set[str] = set()
         """Addresses that nobody has any more; struck off with the next write."""
@@ -301,16 +301,13 @@ class SqliteTable:
         )
         return self._read(queue, rows)
 
-    def page(self, queue: str, state: State | None, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if self.ledger(queue) is None:
             return [], None
         number = self._numbers[queue]
         key, id = ((), b"") if after is None else after
         if state is State.WAITING:
             rows = self._page_waiting(number, key, limit + 1)
-        elif state is None:
-            statement = f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?"
-            rows = self._db.execute(statement, (number, id, limit + 1)).fetchall()
         else:
             until_at = key[0] if key else -1
             rows = self._db.execute(_PAGE_UNTIL, (number, state, until_at, id, limit + 1)).fetchall()
@@ -393,7 +390,5 @@ def _bytes(value: object) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
-def _key(state: State | None, row: Row) -> Key:
-    if state is None:
-        return ()
+def _key(state: State, row: Row) -> Key:
     return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)

@@ -1,0 +1,533 @@
+"""Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
+
+calls.py numbers and batches calls, wire.py carries them, servers.py knows where to, notices.py hears what happens,
+records.py knows the bytes, audit.py checks the invariants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import struct
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Self
+
+import msgspec
+from redis.asyncio import RedisCluster
+
+from holdfast import machine
+from holdfast.clock import Clock, QueueTime
+from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.events import Event, Kind, Topic
+from holdfast.jobs import (
+    FINISHED,
+    Cancelled,
+    Claim,
+    Enqueued,
+    Extended,
+    Facts,
+    Fail,
+    Job,
+    Kept,
+    Lease,
+    Orders,
+    Page,
+    QueueStats,
+    Repaired,
+    Request,
+    Run,
+    Settled,
+    Settlement,
+    Snapshot,
+    State,
+    Swept,
+    WorkerStats,
+)
+from holdfast.storage import checks
+from holdfast.storage.checked import CheckedStorage
+from holdfast.storage.checks import FAILED_SUFFIX, clean_id, id_bytes
+from holdfast.storage.hub import Subscription
+from holdfast.storage.reading import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.redis import servers as places
+from holdfast.storage.redis.audit import Audit
+from holdfast.storage.redis.calls import LAYOUT, Calls
+from holdfast.storage.redis.notices import Bell, Ear
+from holdfast.storage.redis.pages import read_page
+from holdfast.storage.redis.records import (
+    ENQUEUED,
+    FENCE,
+    KINDS,
+    PLACED,
+    STATES,
+    UNREADABLE,
+    claimed,
+    decode_events,
+    decode_job,
+    decode_outcome,
+    request_args,
+    settlement_args,
+    waiting_member,
+)
+from holdfast.storage.redis.servers import Servers
+from holdfast.storage.redis.wire import Argument, Reply
+from holdfast.storage.table import Place
+
+log = logging.getLogger("holdfast.redis")
+
+TIMEOUT_S = 10.0
+"""How long a call tries to reach the server before it gives up."""
+CLIENT_BYTES = 9
+"""Of randomness in a client's name, which has 12 characters: queue.lua cuts lists of waiters there."""
+OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
+
+_CANCELLED = {99: Cancelled.CANCELLED, 97: Cancelled.ASKED, 102: Cancelled.FINISHED, 109: Cancelled.MISSING}
+_KEPT = {107: Kept.KEPT, 108: Kept.LIVE, 109: Kept.MISSING}
+_SETTLED = {49: Settled.OK, 48: Settled.LOST}
+"""One character per item in a reply, by its code."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_facts = msgspec.msgpack.Decoder(Facts).decode
+
+
+class RedisStorage(CheckedStorage):
+    """Jobs in a Redis or Valkey server, behind sentinels, or in a cluster."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        namespace: str = "hf",
+        clock: Clock | None = None,
+        max_payload: int = checks.MAX_PAYLOAD_BYTES,
+        timeout_s: float = TIMEOUT_S,
+        allow_eviction: bool = False,
+        body: str | None = None,
+    ) -> None:
+        """`body` replaces queue.lua: for tests that count its lines, or break them."""
+        super().__init__(max_payload)
+        self.namespace = checks.check_namespace(namespace)
+        self._servers = servers
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._allow_eviction = allow_eviction
+        self._client = secrets.token_urlsafe(CLIENT_BYTES)
+        self._calls = Calls(servers, self._client, clock, timeout_s, body)
+        self._bell = Bell(servers, self._ring)
+        self._ears: dict[object, Ear] = {}
+        self._listed: set[str] = set()
+        """Queues that this client has put on the namespace's list."""
+
+    def __repr__(self) -> str:
+        return f"<RedisStorage {self._servers.name}>"
+
+    async def __aenter__(self) -> Self:
+        if self._pid is not None:
+            raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
+        await super().__aenter__()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._check_server()
+                await self._check_layout()
+        except BaseException as error:
+            await self.__aexit__()
+            if isinstance(error, TimeoutError):
+                raise StorageUnavailable(f"{self._servers.name} did not answer: is it up and reachable?") from error
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        await self._bell.close()
+        ears, self._ears = self._ears, {}
+        for ear in ears.values():
+            await ear.close()
+        await self._calls.close()
+        await self._servers.close()
+
+    async def _check_server(self) -> None:
+        reply: bytes = await self._calls.command(self._name(), "INFO", "everything")
+        info = dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
+        kind = "valkey" if "valkey_version" in info else "redis"
+        version = info.get(f"{kind}_version", "0")
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST[kind]:
+            oldest = ".".join(map(str, OLDEST[kind]))
+            raise StorageUnavailable(f"{self._servers.name} is {kind} {version}: Holdfast needs {oldest} or newer")
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction" and not self._allow_eviction:
+            raise StorageUnavailable(
+                f"{self._servers.name} has maxmemory-policy {policy}, which deletes jobs when memory is short:"
+                " set it to noeviction, or add ?eviction=allow to the URL if you can lose them"
+            )
+        log.info("jobs are in %s, %s %s", self._servers.name, kind, version)
+
+    async def _check_layout(self) -> None:
+        key = f"{self._name()}:layout"
+        await self._calls.command(key, "SET", key, LAYOUT, "NX")
+        found: bytes = await self._calls.command(key, "GET", key)
+        if not found.isdigit() or int(found) > LAYOUT:
+            raise LayoutTooNew(
+                f"namespace {self.namespace} of {self._servers.name} has layout {found.decode(errors='replace')!r:.20},"
+                f" this Holdfast reads up to {LAYOUT}: upgrade it here, or use another namespace"
+            )
+
+    def _name(self) -> str:
+        """The key of what the whole namespace shares."""
+        return f"{{{self.namespace}}}"
+
+    def _key(self, queue: str) -> str:
+        """What the names of a queue's keys begin with. A companion shares the hash tag of its queue."""
+        if queue.endswith(FAILED_SUFFIX):
+            return f"{{{self.namespace}/{queue.removesuffix(FAILED_SUFFIX)}}}{FAILED_SUFFIX}"
+        return f"{{{self.namespace}/{queue}}}"
+
+    def _queue(self, key: str) -> str:
+        return key.removeprefix(f"{{{self.namespace}/").replace("}", "", 1)
+
+    async def _list(self, queue: str, opened: bool = False) -> None:
+        """Put a queue on the namespace's list before it is made, and again if it was made anew: it may have been
+        dropped, and struck off, meanwhile."""
+        if opened or queue not in self._listed:
+            key = f"{self._name()}:queues"
+            await self._calls.command(key, "SADD", key, queue)
+            self._listed.add(queue)
+
+    # Changing
+
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+        self._check_open()
+        listed_now = queue not in self._listed
+        if listed_now:
+            await self._list(queue)
+        items: list[Argument] = []
+        size = 0
+        for request in jobs:
+            items += request_args(request)
+            size += len(request.work.payload or b"")
+        answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
+        opened, packed, cached = answer
+        if opened and not listed_now:
+            await self._list(queue, opened=True)
+        mine = packed[start * ENQUEUED.size : (start + len(jobs)) * ENQUEUED.size]
+        replies: list[Enqueued] = [
+            Enqueued(request.id, PLACED[placed], generation, STATES[state])
+            for request, (placed, state, generation) in zip(jobs, _each(ENQUEUED, mine), strict=True)
+        ]
+        for at, outcome in cached:
+            index = at - 1 - start
+            if 0 <= index < len(replies) and outcome:
+                reply = replies[index]
+                replies[index] = Enqueued(
+                    reply.id, reply.placed, reply.generation, reply.state, decode_outcome(outcome)
+                )
+        return replies
+
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
+        self._check_open()
+        reply, _ = await self._calls.ask(self._key(queue), "claim", (limit, worker, lease_ms))
+        now, next_run_at, next_sweep_at, paused, flat, fences, *rest = reply
+        time = QueueTime(now, skew=rest[0] if rest else 0)
+        jobs: list[Job] = []
+        for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
+            run = Run(worker, fence, lease_ms, now + 1000 * lease_ms)
+            jobs.append(as_read(claimed(id, raw, run), time))
+        return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
+
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:
+        self._check_open()
+        companion = queue + FAILED_SUFFIX
+        follows = companion not in self._listed and any(isinstance(i, Fail) and i.follow_up for i in batch)
+        if follows:
+            await self._list(companion)
+        items: list[Argument] = []
+        size = 0
+        for item in batch:
+            args = settlement_args(item)
+            items += args
+            size += len(args[2]) + len(args[3])
+        reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
+        opened, replies = reply
+        if opened and not follows:
+            await self._list(companion, opened=True)
+        return [_SETTLED[code] for code in replies[start : start + len(batch)]]
+
+    async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended:
+        self._check_open()
+        items: list[Argument] = []
+        size = 0
+        for lease in leases:
+            progress = b"" if lease.progress is None else b"+" + lease.progress
+            items += (id_bytes(lease.id), lease.fence, progress)
+            size += len(progress)
+        reply, start = await self._calls.ask(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
+        told = dict(zip(range(len(leases)), reply[start : start + len(leases)], strict=True))
+        return Extended(
+            [lease for at, lease in enumerate(leases) if told[at] == ord("l")],
+            [lease for at, lease in enumerate(leases) if told[at] == ord("c")],
+        )
+
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+        self._check_open()
+        items = [id_bytes(id) for id in ids]
+        reply, start = await self._calls.ask(self._key(queue), "cancel", (), items, len(ids))
+        return [_CANCELLED[code] for code in reply[start : start + len(ids)]]
+
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[Kept]:
+        self._check_open()
+        items = [id_bytes(id) for id in ids]
+        options = (ttl_ms, int(at_least))
+        reply, start = await self._calls.ask(self._key(queue), "keep", options, items, len(ids))
+        return [_KEPT[code] for code in reply[start : start + len(ids)]]
+
+    async def _pause(self, queue: str, paused: bool, reason: str) -> None:
+        self._check_open()
+        await self._list(queue)
+        opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
+        if opened:
+            await self._list(queue, opened=True)
+
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
+        self._check_open()
+        reply, _ = await self._calls.ask(self._key(queue), "sweep", (limit, worker or ""))
+        overdue, stalled, gone, more, next_sweep_at = reply
+        return Swept(
+            [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
+        )
+
+    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
+        self._check_open()
+        wanted = "".join(str(STATES.index(state)) for state in states)
+        reply, _ = await self._calls.ask(self._key(queue), "purge", (limit, int(drop), wanted))
+        done, dropped = reply
+        if dropped:
+            key = f"{self._name()}:queues"
+            self._listed.discard(queue)
+            await self._calls.command(key, "SREM", key, queue)
+        return int(done)
+
+    async def _announce(self, worker: str, facts: Facts, ttl_ms: int) -> Orders:
+        self._check_open()
+        evict, _ = await self._calls.ask(self._name(), "announce", (worker, _encode(facts), ttl_ms))
+        return Orders(bool(evict))
+
+    async def _evict(self, worker: str) -> bool:
+        self._check_open()
+        asked, _ = await self._calls.ask(self._name(), "evict", (worker,))
+        return bool(asked)
+
+    # Reading
+
+    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        self._check_open()
+        keys = [id_bytes(id) for id in ids]
+        now, skew, raws, runs = await self._calls.read(self._key(queue), "get", *keys)
+        time = QueueTime(now, skew=skew)
+        jobs = [_job(id, raw, run, now) for id, raw, run in zip(keys, raws, runs, strict=True)]
+        return [None if job is None or machine.forgotten(job, now) else as_read(job, time) for job in jobs]
+
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
+        self._check_open()
+        states, start = read_cursor(state, after)
+        page = await read_page(self._calls, self._key(queue), _indexes(states, start), _start(start), limit + 1)
+        time = QueueTime(page.now, skew=page.skew)
+        jobs = [_job(entry.id, entry.raw, entry.run, page.now) for entry in page.entries]
+        end: str | None = None
+        if len(jobs) > limit:
+            last, following = page.entries[limit - 1 : limit + 1]
+            place = (last.key, last.id) if last.state is following.state else None
+            end = write_cursor(state, following.state, place)
+        return Page(listed([job for job in jobs[:limit] if job is not None], time), end)
+
+    async def snapshot(self) -> Snapshot:
+        self._check_open()
+        key = f"{self._name()}:queues"
+        names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
+        queues = sorted(name.decode() for name in names)
+        now, flat = await self._calls.read(self._name(), "workers")
+        workers = sorted(_workers(flat, now), key=lambda worker: worker.worker)
+        replies = await asyncio.gather(*(self._calls.read(self._key(queue), "stats") for queue in queues))
+        stats = [_stats(queue, reply, workers) for queue, reply in zip(queues, replies, strict=True) if reply]
+        return Snapshot(now, stats, workers)
+
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
+        self._check_open()
+        return await Audit(self._calls, queue, self._key(queue)).step(dry_run, cursor)
+
+    # Hearing
+
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return _Listening(self, topics)
+
+    def _channels(self, topic: Topic) -> list[str]:
+        key = self._key(topic.queue)
+        return [f"{key}:to:{self._client}", f"{key}:to:*"] if _is_answer(topic) else [f"{key}:events"]
+
+    async def _listen(self, topic: Topic) -> None:
+        if self._is_wake(topic):
+            self._bell.add(f"{self._key(topic.queue)}:wake")
+            return
+        for channel in self._channels(topic):
+            await self._ear(channel).listen(channel, self._timeout_s)
+
+    def _leave(self, topic: Topic) -> None:
+        if self._is_wake(topic):
+            self._bell.remove(f"{self._key(topic.queue)}:wake")
+        elif not _is_answer(topic):  # Who waited once will wait again.
+            for channel in self._channels(topic):
+                self._ear(channel).leave(channel)
+
+    def _ear(self, channel: str) -> Ear:
+        place = self._servers.place(channel)
+        if place not in self._ears:
+            self._ears[place] = Ear(self._servers, self._hear, self._hub.poke)
+        return self._ears[place]
+
+    def _is_wake(self, topic: Topic) -> bool:
+        """Is this topic served by the token? A blocking wait cannot name queues of several nodes."""
+        return topic.only == "wake" and not self._servers.clustered
+
+    def _hear(self, channel: str, message: bytes) -> None:
+        key, _, rest = channel.rpartition(":")
+        to_waiters = rest != "events"
+        queue = self._queue(key.removesuffix(":to") if to_waiters else key)
+        try:
+            events = list(decode_events(queue, message))
+        except UNREADABLE:
+            log.warning("a message of %d bytes on %s could not be read", len(message), channel)
+            return
+        if to_waiters:
+            self._hub.publish(events, _is_answer)
+        else:
+            self._hub.publish(events, lambda topic: not _is_answer(topic) and not self._is_wake(topic))
+
+    def _ring(self, key: str) -> None:
+        queue = self._queue(key.removesuffix(":wake"))
+        self._hub.publish([Event(Kind.UPDATED, queue, "", 0)], self._is_wake)
+
+
+class _Listening:
+    """A subscription that the server feeds."""
+
+    def __init__(self, storage: RedisStorage, topics: Sequence[Topic]) -> None:
+        self._storage = storage
+        self._topics = topics
+        self._inner = Subscription(storage._hub, topics)  # pyright: ignore[reportPrivateUsage]
+        self._heard: list[Topic] = []
+
+    async def __aenter__(self) -> AsyncIterator[Event]:
+        events = await self._inner.__aenter__()
+        try:
+            for topic in self._topics:
+                await self._storage._listen(topic)  # pyright: ignore[reportPrivateUsage]
+                self._heard.append(topic)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return events
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.__aexit__()
+        for topic in self._heard:
+            self._storage._leave(topic)  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_answer(topic: Topic) -> bool:
+    """Is this the topic of someone who waits for one job? It is told by name, with the outcome if that is small."""
+    return topic.only == "ends" and topic.id is not None
+
+
+def _each(form: struct.Struct, packed: bytes) -> Iterator[tuple[int, ...]]:
+    return form.iter_unpack(packed)
+
+
+def _time(at: int) -> int | None:
+    return None if at < 0 else at
+
+
+def _job(id: bytes, raw: bytes | None, run: bytes | None, now: int) -> Job | None:
+    """A record as a job; a record that cannot be read, as a damaged one."""
+    if raw is None:
+        return None
+    try:
+        return decode_job(id, raw, run)
+    except UNREADABLE:
+        return machine.damaged(clean_id(id), None, now)
+
+
+def _indexes(states: Sequence[State], start: Place | None) -> list[str]:
+    """The indexes of these states, in order; of waiting ones from the priority on that a place is in."""
+    indexes: list[str] = []
+    for at, state in enumerate(states):
+        if state is State.WAITING:
+            first = 9 if at or start is None else -start[0][0]
+            if not 0 <= first <= 9 or (start is not None and not 0 <= start[0][2] < 2**63):
+                raise OptionError(f"a cursor of waiting jobs has no place {start!r:.80}")
+            indexes += [f":w{priority}" for priority in range(first, -1, -1)]
+        else:
+            indexes.append(f":{state}")
+    return indexes
+
+
+def _start(place: Place | None) -> tuple[int, bytes] | None:
+    """The score and the member that a place has in its index."""
+    if place is None:
+        return None
+    key, id = place
+    return (key[1], waiting_member(key[2], id)) if len(key) == 3 else (key[0], id)
+
+
+def _workers(flat: list[bytes], now: int) -> list[WorkerStats]:
+    workers: list[WorkerStats] = []
+    for name, packed in zip(flat[::2], flat[1::2], strict=True):
+        beat_at, expires_at = int.from_bytes(packed[:8], "little"), int.from_bytes(packed[8:16], "little")
+        try:
+            facts = _decode_facts(packed[17:])
+        except msgspec.DecodeError:
+            continue
+        if expires_at > now:
+            workers.append(WorkerStats(name.decode(), facts, beat_at, expires_at, packed[16] == 1))
+    return workers
+
+
+def _stats(queue: str, reply: Reply, workers: Sequence[WorkerStats]) -> QueueStats:
+    now, ready, scheduled, oldest, sizes, past, retrying, deferred, paused, reason, totals = reply[:11]
+    finished = {state: sizes[at] - past[at] for at, state in enumerate(list(State)[1:]) if state in FINISHED}
+    return QueueStats(
+        queue,
+        ready=ready,
+        scheduled=scheduled,
+        running=sizes[0],
+        retrying=retrying,
+        deferred=deferred,
+        completed=finished[State.COMPLETED],
+        failed=finished[State.FAILED],
+        cancelled=finished[State.CANCELLED],
+        oldest_ready_ms=max(0, now - oldest) // 1000,
+        paused=bool(paused),
+        reason=reason.decode(),
+        workers=[worker.worker for worker in workers if queue in served_by(worker)],
+        totals={kind: n for kind, n in zip(KINDS, totals, strict=True) if n},
+    )
+
+
+def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
+    """The storage that a URL names. `shown` is the URL without its password."""
+    servers, ours = places.find(url, shown)
+    if ours.get("eviction", "refuse") not in ("refuse", "allow"):
+        raise OptionError(f"{shown!r:.120}: eviction is 'refuse' or 'allow'")
+    try:
+        timeout_s = float(ours.get("timeout", TIMEOUT_S))
+    except ValueError:
+        timeout_s = 0.0
+    if not 0.1 <= timeout_s <= 3600:
+        raise OptionError(f"{shown!r:.120}: timeout is a number of seconds from 0.1 to 3600")
+    return RedisStorage(servers, timeout_s=timeout_s, allow_eviction=ours.get("eviction") == "allow", **options)
+
+
+def of_client(client: object, **options: Any) -> RedisStorage:
+    """A storage on the server of a redis-py client: `redis.asyncio.Redis` or `RedisCluster`. It makes connections of
+    its own, with the client's settings; the client stays yours to use and to close."""
+    if isinstance(client, RedisCluster):
+        return RedisStorage(places.of_cluster(client), **options)
+    return RedisStorage(places.of_client(client), **options)

@@ -1,0 +1,150 @@
+"""The audit of a queue on Redis or Valkey, in pages: every entry of every index answers for its record, every record
+is in an index, and the counts are those of the records.
+
+A page is read in one step. Counts span pages, so they are compared only if nothing happened in between: the cursor
+carries them, with the last stamp of the queue when it began.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.clock import QueueTime
+from holdfast.errors import OptionError
+from holdfast.events import ENDS, STARTS, Kind
+from holdfast.jobs import Job, Problem, Repaired, State
+from holdfast.storage.checks import clean_id
+from holdfast.storage.examine import examine
+from holdfast.storage.redis.calls import Calls
+from holdfast.storage.redis.pages import Entry, read_page
+from holdfast.storage.redis.records import KINDS, UNREADABLE, decode_job
+from holdfast.storage.redis.wire import Argument
+from holdfast.storage.table import VIEWS, Found, view_of
+
+PAGE = 200
+INDEXES = (*(f":w{priority}" for priority in range(9, -1, -1)), ":running", ":completed", ":failed", ":cancelled")
+
+
+class _Cursor(msgspec.Struct, array_like=True):
+    """How far an audit has come, and what it has counted."""
+
+    index: str = INDEXES[0]
+    score: int = -1
+    member: bytes = b""
+    """The last entry that was looked at."""
+    scanned: str = ""
+    """Where the scan of all records is, once all indexes were gone through."""
+    counts: dict[str, int] = {}
+    entries: int = 0
+    last_stamp: int = -1
+    found: int = 0
+    """Problems so far."""
+
+
+class Audit:
+    """One queue's audit."""
+
+    def __init__(self, calls: Calls, queue: str, key: str) -> None:
+        self._calls = calls
+        self._queue = queue
+        self._key = key
+
+    async def step(self, dry_run: bool, cursor: str | None) -> Repaired:
+        at = _Cursor() if cursor is None else _read(cursor)
+        stats = await self._calls.read(self._key, "stats")
+        if not stats:
+            return Repaired([], 0, None)
+        if at.last_stamp < 0:
+            at.last_stamp = stats[14]
+        problems: list[Problem] = []
+        mends: list[Argument] = []
+        if not at.scanned:
+            checked, at_end = await self._entries(at, problems, mends)
+            scans = at_end and (stats[12] != at.entries or stats[13] != stats[4][0])
+            at.scanned = "0" if scans else ""
+        else:
+            checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
+            scans = not at_end
+        if mends and not dry_run:
+            await self._calls.ask(self._key, "mend", tuple(mends))
+        at.found += len(problems)
+        if scans or not at_end:
+            return Repaired(problems, checked, msgspec.json.encode(at).hex())
+        problems += await self._recount(at, dry_run)
+        return Repaired(problems, checked, None)
+
+    async def _entries(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> tuple[int, bool]:
+        """A page of entries: do they answer for their records? How many there were, and whether they were the last."""
+        indexes = INDEXES[INDEXES.index(at.index) :]
+        start = None if at.score < 0 else (at.score, at.member)
+        page = await read_page(self._calls, self._key, indexes, start, PAGE)
+        time = QueueTime(page.now, page.last_stamp, page.skew)
+        for entry in page.entries:
+            at.index, at.score, at.member = entry.where, entry.score, entry.member
+            at.entries += 1
+            problem = self._entry(entry, at.counts, time)
+            if problem is not None:
+                problems.append(problem)
+                strays = problem.kind in ("index", "misplaced", "garbled")
+                mends += ("entry", entry.member, entry.where) if strays else ("record", entry.id, "")
+        return len(page.entries), len(page.entries) < PAGE
+
+    def _entry(self, entry: Entry, counts: dict[str, int], time: QueueTime) -> Problem | None:
+        id = clean_id(entry.id)
+        if entry.raw is None:
+            return Problem("index", self._queue, id, f"{entry.where} names it, and it has no record")
+        job = _job_or_none(entry.id, entry.raw, entry.run)
+        if job is not None:
+            for name in (job.state, view_of(job)):
+                if name is not None:
+                    counts[name] = counts.get(name, 0) + 1
+        problem, _ = examine(self._queue, Found(id, job, None, entry.state, entry.key), time)
+        return problem
+
+    async def _unindexed(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> int:
+        """There are more records than entries, or more leases: find those that are in no index."""
+        scanned, found, looked = await self._calls.read(self._key, "unindexed", at.scanned)
+        for id in found:
+            problems.append(Problem("unindexed", self._queue, clean_id(id), "it is not in the index where it belongs"))
+            mends += ("record", id, "")
+        at.scanned = scanned.decode()
+        return int(looked)
+
+    async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
+        """Do the counts match the records, and do the totals add up? Where not, the records are right."""
+        stats = await self._calls.read(self._key, "stats")
+        if not stats or stats[14] != at.last_stamp or (at.found and not dry_run):
+            return []
+        problems: list[Problem] = []
+        if stats[11]:
+            problems.append(Problem("ledger", self._queue, "", "it could not be read: totals, pause and skew are lost"))
+        for name, counted in zip(VIEWS, stats[6:8], strict=True):
+            there = at.counts.get(name, 0)
+            if counted != there:
+                problems.append(Problem("count", self._queue, "", f"{name} is counted as {counted}, there are {there}"))
+        totals: dict[Kind, int] = dict(zip(KINDS, stats[10], strict=True))
+        started, ended = sum(totals[kind] for kind in STARTS), sum(totals[kind] for kind in ENDS)
+        live = at.counts.get(State.WAITING, 0) + at.counts.get(State.RUNNING, 0)
+        if started != ended + live:
+            problems.append(
+                Problem("total", self._queue, "", f"{started} were started, {ended} ended and {live} are live")
+            )
+        if problems and not dry_run:
+            views = [at.counts.get(name, 0) for name in VIEWS]
+            await self._calls.ask(self._key, "recount", (at.last_stamp, *views, ended + live - started))
+        return problems
+
+
+def _read(cursor: str) -> _Cursor:
+    try:
+        return msgspec.json.decode(bytes.fromhex(cursor), type=_Cursor)
+    except (ValueError, TypeError, AttributeError, msgspec.DecodeError):
+        kind = type(cursor).__name__
+        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor that was given out for this audit") from None
+
+
+def _job_or_none(id: bytes, raw: bytes, run: bytes | None) -> Job | None:
+    try:
+        return decode_job(id, raw, run)
+    except UNREADABLE:
+        return None

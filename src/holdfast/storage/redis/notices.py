@@ -1,0 +1,186 @@
+"""Hearing from a server: what happens in queues (sharded pub/sub), answers for those who wait, and the wake token.
+
+All of it is hints. After a break everything is subscribed again and every listener is told to look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+from redis.exceptions import ConnectionError as LinkError
+from redis.exceptions import MovedError, RedisError, ResponseError
+
+from holdfast.errors import HoldfastError, StorageUnavailable
+from holdfast.storage.redis.servers import Servers
+from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Link, Reply
+
+log = logging.getLogger("holdfast.redis")
+
+QUIET_S = 15.0
+"""A connection on which nothing was heard for so long is asked whether it is there."""
+BLOCK_S = 1.0
+"""How long a wait for the wake token lasts: a lost token costs no more."""
+
+_TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError)
+
+
+class Ear:
+    """One connection that only listens to channels of one server."""
+
+    def __init__(self, servers: Servers, hear: Callable[[str, bytes], None], lost: Callable[[], None]) -> None:
+        self._servers = servers
+        self._hear = hear
+        self._lost = lost
+        self._channels: Counter[str] = Counter()
+        self._confirmed: dict[str, asyncio.Event] = {}
+        self._link: Link | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def listen(self, channel: str, timeout_s: float) -> None:
+        """Hear a channel from now on: returns when the server has said so."""
+        self._channels[channel] += 1
+        if channel not in self._confirmed:
+            self._confirmed[channel] = asyncio.Event()
+            if self._link is not None:
+                self._link.write(self._link.pack_command("SSUBSCRIBE", channel))
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="holdfast ear")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._confirmed[channel].wait()
+        except TimeoutError:
+            self.leave(channel)
+            raise StorageUnavailable(f"{self._servers.name} could not be listened to: is it up?") from None
+        except BaseException:
+            self.leave(channel)
+            raise
+
+    def leave(self, channel: str) -> None:
+        self._channels[channel] -= 1
+        if self._channels[channel] <= 0:
+            del self._channels[channel]
+            self._confirmed.pop(channel, None)
+            if self._link is not None:
+                self._link.write(self._link.pack_command("SUNSUBSCRIBE", channel))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause = BACKOFF_S[0]
+        first = True
+        while True:
+            link: Link | None = None
+            try:
+                link = await self._servers.link(next(iter(self._channels), "x"))
+                for channel in self._channels:
+                    link.write(link.pack_command("SSUBSCRIBE", channel))
+                self._link = link
+                if not first:
+                    self._lost()
+                first, pause = False, BACKOFF_S[0]
+                while True:
+                    self._take(await self._read(link))
+            except MovedError as error:
+                await self._find_again(error)
+            except _TROUBLE as error:
+                log.info("listening to %s broke: %s", self._servers.name, error)
+                await asyncio.sleep(pause * random.uniform(0.5, 1))
+                pause = min(2 * pause, BACKOFF_S[1])
+            finally:
+                self._link = None
+                for event in self._confirmed.values():
+                    event.clear()
+                if link is not None:
+                    await link.disconnect(nowait=True)
+
+    async def _find_again(self, error: MovedError) -> None:
+        try:
+            await self._servers.moved(error)
+        except _TROUBLE:
+            await asyncio.sleep(BACKOFF_S[1])
+
+    async def _read(self, link: Link) -> Reply:
+        """What comes next. After a quiet while, ask: a half-open connection says nothing for ever."""
+        reading = asyncio.ensure_future(link.read())
+        try:
+            done, _ = await asyncio.wait([reading], timeout=QUIET_S)
+            if not done:
+                link.write(link.pack_command("PING"))
+                done, _ = await asyncio.wait([reading], timeout=REPLY_S)
+            if not done:
+                raise LinkError(f"no answer for {REPLY_S:.0f} s")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    def _take(self, message: Reply) -> None:
+        if isinstance(message, ResponseError):
+            raise message
+        kind, channel, *rest = cast("list[Any]", message)
+        if kind == b"smessage":
+            self._hear(channel.decode(), rest[0])
+        elif kind == b"ssubscribe" and channel.decode() in self._confirmed:
+            self._confirmed[channel.decode()].set()
+        elif kind == b"sunsubscribe" and channel and channel.decode() in self._channels:
+            raise LinkError("the server took a channel away")  # Its slot moves to another node.
+
+
+class Bell:
+    """The wake token: at most one a queue, taken by one waiting worker at a time. Blocks on a connection of its own,
+    which never moves a job: a lost token costs one look."""
+
+    def __init__(self, servers: Servers, ring: Callable[[str], None]) -> None:
+        self._servers = servers
+        self._ring = ring
+        self._keys: Counter[str] = Counter()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, key: str) -> None:
+        self._keys[key] += 1
+        if self._keys[key] == 1 and self._task is not None:
+            self._task.cancel()  # It waits for the keys that there were.
+            self._task = None
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="holdfast bell")
+
+    def remove(self, key: str) -> None:
+        self._keys[key] -= 1
+        if self._keys[key] <= 0:
+            del self._keys[key]
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause = BACKOFF_S[0]
+        while self._keys:
+            link: Link | None = None
+            try:
+                link = await self._servers.link(next(iter(self._keys)))
+                while self._keys:
+                    link.write(link.pack_command("BLPOP", *self._keys, str(BLOCK_S)))
+                    async with asyncio.timeout(BLOCK_S + REPLY_S):
+                        reply = await link.read()
+                    if isinstance(reply, ResponseError):
+                        raise reply
+                    if reply is not None:
+                        self._ring(reply[0].decode())
+                    pause = BACKOFF_S[0]
+            except _TROUBLE as error:
+                log.info("waiting for work at %s broke: %s", self._servers.name, error)
+                await asyncio.sleep(pause * random.uniform(0.5, 1))
+                pause = min(2 * pause, BACKOFF_S[1])
+            finally:
+                if link is not None:
+                    await link.disconnect(nowait=True)
+        self._task = None

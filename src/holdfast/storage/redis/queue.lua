@@ -1,0 +1,1421 @@
+--[[ The life of a job on Redis and Valkey: machine.py, books.py and engine.py again, name for name, as one script.
+
+Every call is one run of this file, so every verb is one atomic step. What a word means is said in machine.py; what a
+verb promises, in storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into.
+
+KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag.
+
+  {ns/q}:ledger     string  what the queue knows of itself: see `open`
+  {ns/q}:jobs       hash    id -> record
+  {ns/q}:runs       hash    id -> the lease of a running job, and what may only exist while it runs
+  {ns/q}:w0 .. :w9  zset    waiting, one per priority: arrival (8 bytes, big-endian) and id, by run_at
+  {ns/q}:running    zset    id, by until_at
+  {ns/q}:completed  zset    id, by forget_at; so :failed and :cancelled
+  {ns/q}:wake       list    at most one token: there may be work
+  {ns/q}:floor      string  the last stamp of a queue that was dropped; expires
+  {ns/q}:call:CLIENT:VERB   string  that client's last number for this verb, and the reply; expires when idle
+  {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish`
+  {ns}:queues       set     names of queues (kept by the client: in a cluster it is on another node)
+  {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by when that expires
+  {ns}:layout       string  the layout version (kept by the client)
+
+RECORD. Little-endian; times and stamps are microseconds in 8 bytes; `n + 1` with 0 for none.
+
+  flags B  priority B  generation I8  run_at I8
+  [LONG]      arrival I8  wall_at I8  attempts I4 retries I4 stalls I4 timeouts I4  keep_ms+1 I8  keep_until_at I8
+              #error+1 I4  #previous I4  #waiters I4   error  previous  waiters
+  [FINISHED]  #outcome I4  outcome
+  [TERMS]     #terms I2  terms
+  payload
+
+A record without LONG has arrival = generation and the rest 0. `attempts` leaves out the present run.
+OUTCOME   state B  generation I8  ended_at I8  forget_at I8  dedup_at I8  #codec B  #result+1 I4  #error+1 I4
+          codec  result  error
+TERMS     result_ttl_ms+1 I8, and the rest of the work's options, which only clients read
+RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
+NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
+          #terms I2  terms  payload
+]]
+
+local LAYOUT = 1
+local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS = 3600000, 60000, 604800000
+local MAX_STALL_DELAY_MS = 300000
+local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
+local STEP_BACK_US, MAX_STEPS = 1000000, 8
+local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE, MEND_PASSES = 10, 2, 2
+local MAX_CALL_BYTES = 1048576
+local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
+local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
+
+local WAITING, RUNNING, COMPLETED, FAILED, CANCELLED = 1, 2, 3, 4, 5
+local STATES = {'waiting', 'running', 'completed', 'failed', 'cancelled'}
+local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enqueue did; 0: nothing
+local KEEPS, TAKES, IF_LATER, IF_EARLIER = 0, 1, 2, 3 -- rules for run_at
+local NOW, DELAY, WALL_TIME = 0, 1, 2 -- how a request says when
+local COMPLETE, FAIL, RETRY, RELEASE = 1, 2, 3, 4 -- settlements
+local ENQUEUED_K, UPDATED_K, DEFERRED_K, CLAIMED_K, COMPLETED_K, FAILED_K, CANCELLED_K, CANCEL_ASKED_K, RETRIED_K,
+  TIMED_OUT_K, STALLED_K, RELEASED_K, PROMOTED_K, FORGOTTEN_K, PURGED_K = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+local KINDS = 15
+local ENDS = {[COMPLETED_K] = true, [FAILED_K] = true, [CANCELLED_K] = true, [PURGED_K] = true}
+local ENDS_A_WAIT = {[COMPLETED_K] = true, [FAILED_K] = true, [CANCELLED_K] = true, [PURGED_K] = true,
+  [CANCEL_ASKED_K] = true, [FORGOTTEN_K] = true}
+local MAKES_READY = {[ENQUEUED_K] = true, [PROMOTED_K] = true, [UPDATED_K] = true, [RETRIED_K] = true,
+  [TIMED_OUT_K] = true, [STALLED_K] = true, [RELEASED_K] = true}
+
+local MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
+local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
+
+local call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
+local max, min = math.max, math.min
+
+local function wall_clock()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+local WALL = wall_clock()
+
+-- The time of a queue: clock.py
+
+local function tick(time)
+  if WALL + time.skew < time.last_at - STEP_BACK_US then
+    local peak, higher = time.last_at - time.skew, {}
+    for _, step in ipairs(time.steps) do
+      if step[2] > peak then higher[#higher + 1] = step end
+    end
+    higher[#higher + 1] = {time.last_stamp, peak}
+    if #higher > MAX_STEPS then table.remove(higher, 1) end
+    time.steps, time.skew = higher, time.last_at - WALL
+  end
+  time.last_at = max(WALL + time.skew, time.last_at)
+end
+
+local function stamp(time)
+  time.last_stamp = max(time.last_at, time.last_stamp + 1)
+  return time.last_stamp
+end
+
+local function place(time, run_at, wall_at, set_at)
+  if wall_at == 0 then return run_at end
+  for _, step in ipairs(time.steps) do
+    if set_at <= step[1] and wall_at <= step[2] then return run_at end
+  end
+  return wall_at + time.skew
+end
+
+-- Records
+
+local function pack_bytes(value)
+  return value and #value + 1 or 0, value or ''
+end
+
+local function encode_outcome(outcome)
+  local result_size, result = pack_bytes(outcome.result)
+  local error_size, error = pack_bytes(outcome.error)
+  return pack('<BI8I8I8I8BI4I4', outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at,
+    outcome.dedup_at, #outcome.codec, result_size, error_size) .. outcome.codec .. result .. error
+end
+
+local function decode_outcome(packed)
+  local outcome, codec_size, result_size, error_size, at = {}, nil, nil, nil, nil
+  outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at, outcome.dedup_at, codec_size, result_size,
+    error_size, at = unpack_from('<BI8I8I8I8BI4I4', packed)
+  outcome.codec = sub(packed, at, at + codec_size - 1)
+  at = at + codec_size
+  if result_size > 0 then
+    outcome.result = sub(packed, at, at + result_size - 2)
+    at = at + result_size - 1
+  end
+  if error_size > 0 then
+    outcome.error = sub(packed, at, at + error_size - 2)
+    at = at + error_size - 1
+  end
+  if at ~= #packed + 1 or not STATES[outcome.state] then error('garbled') end
+  return outcome
+end
+
+local function encode_next(following)
+  return pack('<I8I8I8I8BBBBI2', following.generation, following.run_at, following.arrival, following.wall_at,
+    following.takes_payload and 1 or 0, following.takes_run_at, following.resets_counts and 1 or 0, following.priority,
+    #following.terms) .. following.terms .. following.payload
+end
+
+local function decode_next(packed, at)
+  local following, takes_payload, resets_counts, size = {}, nil, nil, nil
+  following.generation, following.run_at, following.arrival, following.wall_at, takes_payload, following.takes_run_at,
+    resets_counts, following.priority, size, at = unpack_from('<I8I8I8I8BBBBI2', packed, at)
+  following.takes_payload, following.resets_counts = takes_payload == 1, resets_counts == 1
+  following.terms, following.payload = sub(packed, at, at + size - 1), sub(packed, at + size)
+  return following
+end
+
+local function encode_run(run)
+  local flags, progress, following = 0, '', ''
+  if run.overdue then flags = flags + OVERDUE end
+  if run.cancel_asked then flags = flags + CANCEL_ASKED end
+  if run.progress then flags, progress = flags + PROGRESS, pack('<I4', #run.progress) .. run.progress end
+  if run.next then flags, following = flags + NEXT, encode_next(run.next) end
+  return pack('<BI8I4I8I2', flags, run.fence, run.lease_ms, run.until_at, #run.worker) .. run.worker .. progress .. following
+end
+
+local function decode_run(packed)
+  local run, flags, size, at = {}, nil, nil, nil
+  flags, run.fence, run.lease_ms, run.until_at, size, at = unpack_from('<BI8I4I8I2', packed)
+  run.worker = sub(packed, at, at + size - 1)
+  at = at + size
+  if flags ~= 0 then
+    run.overdue, run.cancel_asked = band(flags, OVERDUE) ~= 0, band(flags, CANCEL_ASKED) ~= 0
+    if band(flags, PROGRESS) ~= 0 then
+      size, at = unpack_from('<I4', packed, at)
+      run.progress = sub(packed, at, at + size - 1)
+      at = at + size
+    end
+    if band(flags, NEXT) ~= 0 then run.next = decode_next(packed, at) end
+  end
+  return run
+end
+
+local function encode(job)
+  local flags, middle = MARK, ''
+  if job.named then flags = flags + NAMED end
+  if job.has_payload then flags = flags + PAYLOAD end
+  local attempts = job.run and job.attempts - 1 or job.attempts
+  if job.arrival ~= job.generation or attempts ~= 0 or job.wall_at ~= 0 or job.retries ~= 0 or job.stalls ~= 0
+    or job.timeouts ~= 0 or job.keep_ms or job.keep_until_at ~= 0 or job.error or job.previous or job.waiters ~= '' then
+    local error_size, error = pack_bytes(job.error)
+    local previous = job.previous and encode_outcome(job.previous) or ''
+    flags = flags + LONG
+    middle = pack('<I8I8I4I4I4I4I8I8I4I4I4', job.arrival, job.wall_at, attempts, job.retries, job.stalls, job.timeouts,
+      (job.keep_ms or -1) + 1, job.keep_until_at, error_size, #previous, #job.waiters) .. error .. previous .. job.waiters
+  end
+  if job.outcome then
+    local outcome = encode_outcome(job.outcome)
+    flags, middle = flags + FINISHED, middle .. pack('<I4', #outcome) .. outcome
+  end
+  if job.terms ~= '' then flags, middle = flags + TERMS, middle .. pack('<I2', #job.terms) .. job.terms end
+  local payload = job.has_payload and (job.payload or sub(job.raw, job.payload_at)) or ''
+  return pack('<BBI8I8', flags, job.priority, job.generation, job.run_at) .. middle .. payload
+end
+
+local function decode_long(job, raw, at)
+  local keep_ms, error_size, previous_size, waiters_size
+  job.arrival, job.wall_at, job.attempts, job.retries, job.stalls, job.timeouts, keep_ms, job.keep_until_at, error_size,
+    previous_size, waiters_size, at = unpack_from('<I8I8I4I4I4I4I8I8I4I4I4', raw, at)
+  if keep_ms > 0 then job.keep_ms = keep_ms - 1 end
+  if error_size > 0 then
+    job.error = sub(raw, at, at + error_size - 2)
+    at = at + error_size - 1
+  end
+  if previous_size > 0 then job.previous = decode_outcome(sub(raw, at, at + previous_size - 1)) end
+  at = at + previous_size
+  job.waiters = sub(raw, at, at + waiters_size - 1)
+  return at + waiters_size
+end
+
+local function decode(id, raw, run)
+  local flags, priority, generation, run_at, at = unpack_from('<BBI8I8', raw)
+  if band(flags, 224) ~= MARK or priority > 9 then error('garbled') end
+  local job = {id = id, raw = raw, priority = priority, generation = generation, run_at = run_at, arrival = generation,
+    wall_at = 0, attempts = 0, retries = 0, stalls = 0, timeouts = 0, keep_until_at = 0, waiters = '', terms = '',
+    named = band(flags, NAMED) ~= 0, has_payload = band(flags, PAYLOAD) ~= 0}
+  local size
+  if band(flags, LONG) ~= 0 then at = decode_long(job, raw, at) end
+  if band(flags, FINISHED) ~= 0 then
+    size, at = unpack_from('<I4', raw, at)
+    job.outcome = decode_outcome(sub(raw, at, at + size - 1))
+    at = at + size
+  end
+  if band(flags, TERMS) ~= 0 then
+    size, at = unpack_from('<I2', raw, at)
+    job.terms = sub(raw, at, at + size - 1)
+    at = at + size
+  end
+  if at > #raw + 1 then error('garbled') end
+  job.payload_at = at
+  if run then
+    job.run = decode_run(run)
+    job.attempts = job.attempts + 1
+  end
+  return job
+end
+
+-- The machine: machine.py. A function changes the job that it is given, says so in `changed`, and returns the job as
+-- it shall be (nil: there is none any more) and what happened.
+
+local function damaged(id, now)
+  return {id = id, priority = 5, generation = now, run_at = now, arrival = now, wall_at = 0, attempts = 0, retries = 0,
+    stalls = 0, timeouts = 0, keep_until_at = 0, waiters = '', terms = '', named = false, has_payload = false,
+    outcome = {state = FAILED, generation = now, ended_at = now, forget_at = now + 1000 * FAILURE_TTL_MS, dedup_at = 0,
+      codec = 'json', error = DAMAGED}}
+end
+
+local function state_of(job)
+  return job.outcome and job.outcome.state or job.run and RUNNING or WAITING
+end
+
+local function forgotten(job, now)
+  return job.outcome and job.outcome.forget_at <= now
+end
+
+local function tidy(job, now)
+  if job.previous and job.previous.forget_at <= now then job.previous = nil end
+end
+
+-- Whom to tell of this job's end: a few clients by name, more of them all together.
+local function tell_at_end(job, client)
+  if string.find(job.waiters, client, 1, true) or job.waiters == '*' then return end
+  job.waiters = #job.waiters < MAX_WAITERS * WAITER_BYTES and job.waiters .. client or '*'
+  job.changed = true
+end
+
+-- Somebody waits for this job: remember its end for long enough.
+local function waited_for(job, request, now)
+  if request.keep_ms == 0 then return end
+  local until_at = now + 1000 * request.keep_ms
+  if until_at > job.keep_until_at then job.keep_until_at, job.changed = until_at, true end
+  tell_at_end(job, request.client)
+end
+
+local function due_of(request, time, at)
+  if request.when == WALL_TIME then return {run_at = request.at + time.skew, arrival = at, wall_at = request.at} end
+  local delay_ms = request.when == DELAY and request.at or 0
+  return {run_at = time.last_at + 1000 * delay_ms, arrival = at, wall_at = 0}
+end
+
+-- Of two times, both as the corrected clock has them, the one that a rule takes.
+local function choose(rule, old, new, time)
+  local old_at, new_at = place(time, old.run_at, old.wall_at, old.arrival), place(time, new.run_at, new.wall_at, new.arrival)
+  local takes_new = rule == TAKES or (rule == IF_LATER and new_at > old_at) or (rule == IF_EARLIER and new_at < old_at)
+  local chosen = takes_new and new or old
+  return {run_at = takes_new and new_at or old_at, arrival = chosen.arrival, wall_at = chosen.wall_at}
+end
+
+local function set_due(job, due)
+  job.run_at, job.arrival, job.wall_at = due.run_at, due.arrival, due.wall_at
+end
+
+local function set_work(job, work)
+  job.priority, job.terms, job.payload, job.has_payload = work.priority, work.terms, work.payload, true
+end
+
+local function reset_counts(job)
+  job.retries, job.stalls, job.timeouts, job.error = 0, 0, 0, nil
+end
+
+-- A record for a generation that begins, of an id that was `before` (nil: there was none).
+local function fresh(id, named, before)
+  return {id = id, named = named, attempts = 0, retries = 0, stalls = 0, timeouts = 0, changed = true,
+    keep_until_at = before and before.keep_until_at or 0, waiters = before and before.waiters or ''}
+end
+
+local function start(job, request, time, at)
+  local started = fresh(request.id, request.named, job)
+  if job and request.updates and not request.takes_payload and job.has_payload then
+    started.raw, started.payload_at = job.raw, job.payload_at
+    set_work(started, job)
+  else
+    set_work(started, request)
+  end
+  started.generation, started.previous = at, job and job.outcome
+  if request.when == NOW then
+    started.run_at, started.arrival, started.wall_at = time.last_at, at, 0
+  else
+    set_due(started, due_of(request, time, at))
+  end
+  waited_for(started, request, time.last_at)
+  return started, NEW, at, job and job.outcome.state or 0, ENQUEUED_K
+end
+
+local function enqueue_on_finished(job, request, time, at)
+  local outcome = job.outcome
+  if not request.updates and outcome.state == COMPLETED and time.last_at < outcome.dedup_at then
+    return job, CACHED, outcome.generation, outcome.state
+  end
+  local takes_stored = request.updates and not request.takes_payload and job.has_payload
+  if not takes_stored and not request.payload then return job, 0, 0, outcome.state end
+  return start(job, request, time, at)
+end
+
+local function update_waiting(job, request, time, at)
+  set_due(job, choose(request.rule, job, due_of(request, time, at), time))
+  waited_for(job, request, time.last_at)
+  if request.takes_payload then set_work(job, request) end
+  job.generation, job.changed = at, true
+  if request.resets_counts then reset_counts(job) end
+  return job, UPDATED, at, WAITING, UPDATED_K
+end
+
+local function update_running(job, request, time, at)
+  local due, old = due_of(request, time, at), job.run.next
+  local following = {generation = at, takes_payload = request.takes_payload, takes_run_at = request.rule,
+    resets_counts = request.resets_counts}
+  set_work(following, request)
+  if old then
+    due = choose(request.rule, old, due, time)
+    if not request.takes_payload then set_work(following, old) end
+    following.takes_payload = old.takes_payload or request.takes_payload
+    if old.takes_run_at == TAKES then following.takes_run_at = TAKES end
+    following.resets_counts = old.resets_counts or request.resets_counts
+  end
+  set_due(following, due)
+  waited_for(job, request, time.last_at)
+  job.run.next, job.run.changed = following, true
+  return job, DEFERRED, at, RUNNING, DEFERRED_K
+end
+
+local function enqueue(job, request, time)
+  local at = stamp(time)
+  if job and forgotten(job, time.last_at) then job = nil end
+  if not job then
+    if not request.payload then return nil, 0, 0, 0 end
+    return start(nil, request, time, at)
+  end
+  if job.outcome then return enqueue_on_finished(job, request, time, at) end
+  if not request.updates or not request.payload then
+    waited_for(job, request, time.last_at)
+    return job, DUPLICATE, job.generation, state_of(job)
+  end
+  if job.run then return update_running(job, request, time, at) end
+  return update_waiting(job, request, time, at)
+end
+
+local function forget_at(job, ttl_ms, now)
+  return max(now + 1000 * (job.keep_ms or ttl_ms), job.keep_until_at)
+end
+
+local function cancelled(job, now)
+  local ttl_ms = RESULT_TTL_MS
+  if job.terms ~= '' then
+    local asked = unpack_from('<I8', job.terms)
+    if asked > 0 then ttl_ms = asked - 1 end
+  end
+  return {state = CANCELLED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
+    forget_at = forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now)}
+end
+
+local function completed(job, settlement, now)
+  local dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
+  return {state = COMPLETED, generation = job.generation, ended_at = now, dedup_at = dedup_at, codec = settlement.codec,
+    result = settlement.result, forget_at = max(forget_at(job, settlement.result_ttl_ms, now), dedup_at)}
+end
+
+local function failed(job, settlement, now)
+  return {state = FAILED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
+    error = settlement.error, forget_at = forget_at(job, settlement.failure_ttl_ms, now)}
+end
+
+-- The generation is over. What is in `next` takes its place, else the outcome is remembered for its time.
+local function finish(job, outcome, kind, now)
+  local following, remembered = job.run and job.run.next, outcome.forget_at > now
+  if following then
+    local promoted = fresh(job.id, job.named, job)
+    set_work(promoted, following)
+    set_due(promoted, following)
+    promoted.generation = following.generation
+    promoted.previous = remembered and outcome or job.previous
+    return promoted, kind, PROMOTED_K, outcome
+  end
+  if not remembered then return nil, kind end
+  if outcome.state == COMPLETED then job.has_payload = false end
+  job.run, job.outcome, job.error, job.keep_ms, job.changed = nil, outcome, nil, nil, true
+  return job, kind, nil, outcome
+end
+
+local function cancel(job, now)
+  if not job or forgotten(job, now) then return job, 'm' end
+  if job.outcome then return job, 'f' end
+  if not job.run then
+    local after, kind, _, outcome = finish(job, cancelled(job, now), CANCELLED_K, now)
+    return after, 'c', kind, outcome
+  end
+  if job.run.cancel_asked and not job.run.next then return job, 'a' end
+  job.run.cancel_asked, job.run.next, job.run.changed = true, nil, true
+  return job, 'a', CANCEL_ASKED_K
+end
+
+local function keep(job, ttl_ms, at_least, client, now)
+  if not job or forgotten(job, now) then return 'm' end
+  local until_at = now + 1000 * ttl_ms
+  job.changed = true
+  if not job.outcome then
+    if at_least then
+      job.keep_until_at = max(job.keep_until_at, until_at)
+      tell_at_end(job, client)
+    else
+      job.keep_ms = ttl_ms
+    end
+    return 'l'
+  end
+  if at_least then
+    job.outcome.forget_at = max(job.outcome.forget_at, until_at)
+  else
+    job.outcome.dedup_at = job.outcome.state == COMPLETED and until_at or 0
+    job.outcome.forget_at = max(until_at, job.keep_until_at)
+  end
+  return 'k'
+end
+
+local function claim(job, worker, lease_ms, time)
+  job.run = {worker = worker, fence = stamp(time), lease_ms = lease_ms, until_at = time.last_at + 1000 * lease_ms,
+    changed = true}
+  job.attempts = job.attempts + 1
+  return job, CLAIMED_K
+end
+
+local function follow_clock(job, time)
+  job.run_at, job.changed = place(time, job.run_at, job.wall_at, job.arrival), true
+end
+
+local function holds(job, worker, fence)
+  return job and job.run and job.run.fence == fence and job.run.worker == worker
+end
+
+local function extend(job, lease_ms, progress, now)
+  local run = job.run
+  run.lease_ms, run.until_at, run.overdue, run.changed = lease_ms, now + 1000 * lease_ms, false, true
+  run.progress = progress or run.progress
+end
+
+-- The job waits again, with the settlement applied; now what is in `next` is merged in by its rules.
+local function again(job, kind, time)
+  local following = job.run.next
+  job.run, job.changed = nil, true
+  if following then
+    set_due(job, choose(following.takes_run_at, job, following, time))
+    if following.takes_payload then set_work(job, following) end
+    job.generation = following.generation
+    if following.resets_counts then reset_counts(job) end
+  end
+  return job, kind
+end
+
+local function counted(job, retry, time)
+  job[retry.counts] = job[retry.counts] + 1
+  job.error, job.arrival = retry.error, stamp(time)
+  if retry.run_at > 0 then
+    job.run_at, job.wall_at = retry.run_at + time.skew, retry.run_at
+  else
+    job.run_at, job.wall_at = time.last_at + 1000 * retry.delay_ms, 0
+  end
+end
+
+local RETRY_KINDS = {retries = RETRIED_K, stalls = STALLED_K, timeouts = TIMED_OUT_K}
+
+local function settle(job, settlement, time)
+  local now = time.last_at
+  if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), COMPLETED_K, now) end
+  if job.run.cancel_asked then return finish(job, cancelled(job, now), CANCELLED_K, now) end
+  if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), FAILED_K, now) end
+  if settlement.kind == RELEASE then return again(job, RELEASED_K, time) end
+  counted(job, settlement, time)
+  return again(job, RETRY_KINDS[settlement.counts], time)
+end
+
+local function take_back(job, time)
+  local run = job.run
+  if run.cancel_asked then return finish(job, cancelled(job, time.last_at), CANCELLED_K, time.last_at) end
+  job.stalls = job.stalls + 1
+  if job.stalls >= 2 then
+    local delay_ms = min(run.lease_ms * 2 ^ min(job.stalls - 2, 30), MAX_STALL_DELAY_MS)
+    job.run_at, job.arrival, job.wall_at = time.last_at + 1000 * delay_ms, stamp(time), 0
+  end
+  return again(job, STALLED_K, time)
+end
+
+local function expire(job, time)
+  local run = job.run
+  if not run.overdue then
+    run.overdue, run.until_at, run.changed = true, time.last_at + 500 * run.lease_ms, true
+    return job
+  end
+  return take_back(job, time)
+end
+
+-- The books of a queue during one step: books.py. `save` alone touches the records and their indexes.
+
+local function index_of(job)
+  if job.outcome then return ':' .. STATES[job.outcome.state], job.outcome.forget_at, job.id end
+  if job.run then return ':running', job.run.until_at, job.id end
+  return ':w' .. job.priority, job.run_at, pack('>I8', job.arrival) .. job.id
+end
+
+local function view_of(job)
+  if job.run then return job.run.next and 'deferred' end
+  return job.retries > 0 and not job.outcome and 'retrying'
+end
+
+local function add_args(lists, key, ...)
+  local list = lists[key]
+  if not list then
+    list = {}
+    lists[key] = list
+  end
+  for index = 1, select('#', ...) do list[#list + 1] = select(index, ...) end
+end
+
+local function new_ledger(queue)
+  local totals = {}
+  for kind = 1, KINDS do totals[kind] = 0 end
+  return {last_at = 0, last_stamp = tonumber(call('GET', queue .. ':floor') or 0), skew = 0, steps = {}, paused = 0,
+    reason = '', retrying = 0, deferred = 0, totals = totals, priorities = '', rebuilt = 0}
+end
+
+local function newest_stamp(job)
+  local newest = max(job.generation, job.arrival)
+  for _, outcome in pairs({job.outcome, job.previous}) do newest = max(newest, outcome.generation) end
+  if job.run then newest = max(newest, job.run.fence) end
+  if job.run and job.run.next then newest = max(newest, job.run.next.generation, job.run.next.arrival) end
+  return newest
+end
+
+-- A ledger that cannot be read is made anew from all the records: the one step that is as long as the queue.
+local function rebuilt_ledger(queue)
+  local ledger, cursor = new_ledger(queue), '0'
+  local newest, live = max(WALL, ledger.last_stamp), 0
+  repeat
+    local page = call('HSCAN', queue .. ':jobs', cursor, 'COUNT', 500)
+    cursor = page[1]
+    for at = 1, #page[2], 2 do
+      local ok, job = pcall(decode, page[2][at], page[2][at + 1], call('HGET', queue .. ':runs', page[2][at]))
+      if ok then
+        newest = max(newest, newest_stamp(job))
+        local view = view_of(job)
+        if view then ledger[view] = ledger[view] + 1 end
+        if not job.outcome then live = live + 1 end
+      end
+    end
+  until cursor == '0'
+  ledger.last_at, ledger.last_stamp, ledger.priorities, ledger.rebuilt = newest, newest, '9876543210', 1
+  ledger.totals[ENQUEUED_K] = live
+  return ledger
+end
+
+local function read_ledger(queue)
+  local packed = call('GET', queue .. ':ledger')
+  if not packed then return nil end
+  local ok, read = pcall(cmsgpack.unpack, packed)
+  if not ok or type(read) ~= 'table' or type(read[1]) ~= 'number' then return rebuilt_ledger(queue) end
+  if read[1] > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. read[1]}) end
+  if #read ~= 12 or type(read[10]) ~= 'table' or #read[10] ~= KINDS then return rebuilt_ledger(queue) end
+  return {last_at = read[2], last_stamp = read[3], skew = read[4], steps = read[5], paused = read[6], reason = read[7],
+    retrying = read[8], deferred = read[9], totals = read[10], priorities = read[11], rebuilt = read[12]}
+end
+
+local function write_ledger(queue, ledger)
+  call('SET', queue .. ':ledger', cmsgpack.pack({LAYOUT, ledger.last_at, ledger.last_stamp, ledger.skew, ledger.steps,
+    ledger.paused, ledger.reason, ledger.retrying, ledger.deferred, ledger.totals, ledger.priorities, ledger.rebuilt}))
+end
+
+local function books_of(queue, ledger)
+  local time = {last_at = ledger.last_at, last_stamp = ledger.last_stamp, skew = ledger.skew, steps = ledger.steps}
+  tick(time)
+  return {queue = queue, ledger = ledger, time = time, now = time.last_at, entries = {}, changed = {}, events = {},
+    notices = {}}
+end
+
+-- The books of a queue that is there, else nil.
+local function find(queue)
+  local ledger = read_ledger(queue)
+  return ledger and books_of(queue, ledger)
+end
+
+-- The books of a queue, which is made if need be.
+local function open(queue)
+  local ledger = read_ledger(queue)
+  if ledger then return books_of(queue, ledger) end
+  ledger = new_ledger(queue)
+  write_ledger(queue, ledger)
+  return books_of(queue, ledger)
+end
+
+local function count(books, view, by)
+  if view then books.ledger[view] = books.ledger[view] + by end
+end
+
+-- A record that could not be read is taken for a failed one. It is counted among the failed when it was live, and
+-- struck from every index that it may be in; an entry of a waiting one is struck when a claim meets it.
+local function damaged_entry(books, id, raw, run)
+  local entry = {id = id, job = damaged(id, books.now), ran = run and true, damaged = true}
+  entry.live = not (call('ZSCORE', books.queue .. ':completed', id) or call('ZSCORE', books.queue .. ':failed', id)
+    or call('ZSCORE', books.queue .. ':cancelled', id))
+  return entry
+end
+
+local function entry_of(books, id, raw, run)
+  local job = decode(id, raw, run)
+  local key, score, member = index_of(job)
+  return {id = id, job = job, key = key, score = score, member = member, ran = run and true, view = view_of(job)}
+end
+
+-- The records of these ids, each read once in a step.
+local function load(books, ids)
+  local raws, runs = call('HMGET', books.queue .. ':jobs', unpack(ids)), call('HMGET', books.queue .. ':runs', unpack(ids))
+  local entries = books.entries
+  for at, id in ipairs(ids) do
+    if not entries[id] then
+      if not raws[at] then
+        entries[id] = {id = id}
+      else
+        local ok, entry = pcall(entry_of, books, id, raws[at], runs[at])
+        entries[id] = ok and entry or damaged_entry(books, id, raws[at], runs[at])
+      end
+    end
+  end
+  return entries
+end
+
+local function note(books, kind, id, generation, run_at, waiters, outcome)
+  books.ledger.totals[kind] = books.ledger.totals[kind] + 1
+  local event = {kind, id, generation, run_at, outcome}
+  books.events[#books.events + 1] = event
+  if MAKES_READY[kind] then books.ready = true end
+  if waiters ~= '' and ENDS_A_WAIT[kind] then books.notices[#books.notices + 1] = {waiters, event} end
+end
+
+-- Note what a step did to a record.
+local function put(books, entry, after, kind, then_kind, outcome)
+  local before = entry.job
+  if after ~= before or (after and (after.changed or (after.run and after.run.changed))) then
+    entry.job = after
+    if not entry.changed then
+      entry.changed = true
+      books.changed[#books.changed + 1] = entry
+    end
+  end
+  if kind then
+    local generation = ENDS[kind] and before and before.generation or after and after.generation or 0
+    note(books, kind, entry.id, generation, after and after.run_at or 0, (before or after).waiters, outcome)
+  end
+  if then_kind then note(books, then_kind, entry.id, after.generation, after.run_at, '') end
+end
+
+-- Write a record anew, into the index that its state names, and out of all others.
+local function mend(books, entry)
+  entry.everywhere = true
+  if entry.job then entry.job.changed = true end
+  if not entry.changed then
+    entry.changed = true
+    books.changed[#books.changed + 1] = entry
+  end
+end
+
+local function save(books, entry, writes)
+  local queue, job, key, score, member = books.queue, entry.job, nil, nil, nil
+  count(books, entry.view, -1)
+  if entry.damaged or entry.everywhere then
+    for state = RUNNING, CANCELLED do add_args(writes.zrem, queue .. ':' .. STATES[state], entry.id) end
+    if entry.live then books.ledger.totals[FAILED_K] = books.ledger.totals[FAILED_K] + 1 end
+    if entry.damaged then books.time.last_stamp = max(books.time.last_stamp, entry.job and entry.job.generation or 0) end
+  end
+  if job then
+    key, score, member = index_of(job)
+    count(books, view_of(job), 1)
+    if job.changed then
+      tidy(job, books.now)
+      add_args(writes.hset, queue .. ':jobs', entry.id, encode(job))
+    end
+    if job.run then
+      if job.run.changed then add_args(writes.hset, queue .. ':runs', entry.id, encode_run(job.run)) end
+    elseif entry.ran then
+      add_args(writes.hdel, queue .. ':runs', entry.id)
+    end
+    if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
+      add_args(writes.zadd, queue .. key, score, member)
+    end
+    if not job.outcome and not job.run and not string.find(books.ledger.priorities, job.priority, 1, true) then
+      books.ledger.priorities = books.ledger.priorities .. job.priority
+    end
+  elseif entry.key or entry.damaged or entry.everywhere then
+    add_args(writes.hdel, queue .. ':jobs', entry.id)
+    if entry.ran then add_args(writes.hdel, queue .. ':runs', entry.id) end
+  end
+  if entry.key and (entry.key ~= key or entry.member ~= member) then add_args(writes.zrem, queue .. entry.key, entry.member) end
+end
+
+local function flush(writes)
+  for key, args in pairs(writes.zrem) do call('ZREM', key, unpack(args)) end
+  for key, args in pairs(writes.hdel) do call('HDEL', key, unpack(args)) end
+  for key, args in pairs(writes.hset) do call('HSET', key, unpack(args)) end
+  for key, args in pairs(writes.zadd) do call('ZADD', key, unpack(args)) end
+end
+
+local function pack_event(event)
+  local outcome = event[5] and encode_outcome(event[5]) or ''
+  if #outcome > MAX_INLINE_BYTES then outcome = '' end
+  return pack('<BI8I8I4I4', event[1], event[3], event[4], #event[2], #outcome) .. event[2] .. outcome
+end
+
+-- Tell those who listen to the queue, and those who wait for one of its jobs: one message each for the whole step.
+local function publish(books)
+  if #books.events == 0 then return end
+  local channel = books.queue .. ':events'
+  if call('PUBSUB', 'SHARDNUMSUB', channel)[2] > 0 then
+    local packed = {}
+    for at, event in ipairs(books.events) do packed[at] = pack_event({event[1], event[2], event[3], event[4]}) end
+    call('SPUBLISH', channel, table.concat(packed))
+  end
+  local inboxes = {}
+  for _, notice in ipairs(books.notices) do
+    local waiters, packed = notice[1], pack_event(notice[2])
+    if waiters == '*' then
+      add_args(inboxes, '*', packed)
+    else
+      for at = 1, #waiters, WAITER_BYTES do add_args(inboxes, sub(waiters, at, at + WAITER_BYTES - 1), packed) end
+    end
+  end
+  for client, packed in pairs(inboxes) do call('SPUBLISH', books.queue .. ':to:' .. client, table.concat(packed)) end
+end
+
+local function wake(books)
+  if call('LLEN', books.queue .. ':wake') == 0 then call('LPUSH', books.queue .. ':wake', '1') end
+end
+
+local function keep_time(books)
+  local ledger, time = books.ledger, books.time
+  ledger.last_at, ledger.last_stamp, ledger.skew, ledger.steps = time.last_at, time.last_stamp, time.skew, time.steps
+end
+
+-- Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless it was the
+-- first to see the clock step back.
+local function close(books)
+  if #books.changed > 0 or #books.events > 0 then
+    local writes = {hset = {}, hdel = {}, zadd = {}, zrem = {}}
+    for _, entry in ipairs(books.changed) do save(books, entry, writes) end
+    flush(writes)
+    keep_time(books)
+    write_ledger(books.queue, books.ledger)
+    publish(books)
+    if books.ready then wake(books) end
+  elseif books.time.skew ~= books.ledger.skew then
+    keep_time(books)
+    write_ledger(books.queue, books.ledger)
+  end
+end
+
+-- What the indexes know
+
+local function upto(books, state, limit)
+  return call('ZRANGEBYSCORE', books.queue .. ':' .. STATES[state], '-inf', books.now, 'LIMIT', 0, limit)
+end
+
+local function first_score(key)
+  return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
+end
+
+local function priorities_of(books)
+  local found = {}
+  for priority = 9, 0, -1 do
+    if string.find(books.ledger.priorities, priority, 1, true) then found[#found + 1] = priority end
+  end
+  return found
+end
+
+local function next_run_at(books)
+  local first
+  for _, priority in ipairs(priorities_of(books)) do
+    local score = first_score(books.queue .. ':w' .. priority)
+    if score and (not first or score < first) then first = score end
+  end
+  return first
+end
+
+local function next_sweep_at(books)
+  return first_score(books.queue .. ':running')
+end
+
+local function sweep_some(books, ids, worker, overdue, stalled)
+  if #ids == 0 then return end
+  local entries = load(books, ids)
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if not entry.job or not entry.job.run then
+      mend(books, entry)
+    else
+      local after, kind, then_kind, outcome
+      if worker then
+        after, kind, then_kind, outcome = take_back(entry.job, books.time)
+      else
+        after, kind, then_kind, outcome = expire(entry.job, books.time)
+      end
+      put(books, entry, after, kind, then_kind, outcome)
+      local list = kind and stalled or overdue
+      list[#list + 1] = id
+    end
+  end
+end
+
+-- The leases of one worker, found by looking through all.
+local function held_by(books, worker, limit)
+  local found, at, ids = {}, 0, nil
+  repeat
+    ids = call('ZRANGE', books.queue .. ':running', at, at + 99)
+    at = at + 100
+    local runs = #ids > 0 and call('HMGET', books.queue .. ':runs', unpack(ids)) or {}
+    for index, id in ipairs(ids) do
+      local ok, run = pcall(decode_run, runs[index])
+      if ok and run.worker == worker and #found < limit then found[#found + 1] = id end
+    end
+  until #ids < 100 or #found == limit
+  return found
+end
+
+local function sweep(books, limit, worker)
+  local overdue, stalled = {}, {}
+  local ids = worker and held_by(books, worker, limit) or upto(books, RUNNING, limit)
+  sweep_some(books, ids, worker, overdue, stalled)
+  return overdue, stalled, #ids == limit
+end
+
+local function sweep_forgotten(books, limit)
+  local ids = {}
+  for state = COMPLETED, CANCELLED do
+    if #ids < limit then
+      for _, id in ipairs(upto(books, state, limit - #ids)) do ids[#ids + 1] = id end
+    end
+  end
+  if #ids == 0 then return 0 end
+  local entries = load(books, ids)
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if entry.job and forgotten(entry.job, books.now) then
+      put(books, entry, nil, FORGOTTEN_K)
+    else
+      mend(books, entry)
+    end
+  end
+  return #ids
+end
+
+-- The verbs: engine.py. Arguments come after the verb, the client and its number.
+
+local QUEUE, CLIENT = KEYS[1], ARGV[2]
+
+local function read_request(head)
+  local request, has_payload, named, updates, takes_payload, resets_counts = {client = CLIENT}, nil, nil, nil, nil, nil
+  request.priority, has_payload, named, updates, takes_payload, request.rule, resets_counts, request.when, request.at,
+    request.keep_ms = unpack_from('<BBBBBBBBI8I8', head)
+  request.has_payload, request.named, request.updates = has_payload == 1, named == 1, updates == 1
+  request.takes_payload, request.resets_counts = takes_payload == 1, resets_counts == 1
+  return request
+end
+
+local function enqueue_all(books, ids, requests, replies, outcomes)
+  local entries = load(books, ids)
+  for at, id in ipairs(ids) do
+    local entry = entries[id]
+    local after, placed, generation, state, kind = enqueue(entry.job, requests(at), books.time)
+    put(books, entry, after, kind)
+    replies[at] = pack('<BBI8', placed, state, generation)
+    if placed == CACHED then outcomes[#outcomes + 1] = {at, id} end
+  end
+end
+
+-- The cached outcomes that an enqueue's reply carries, as the records have them.
+local function with_outcomes(reply)
+  for _, cached in ipairs(reply[3]) do
+    local ok, job = pcall(decode, cached[2], call('HGET', QUEUE .. ':jobs', cached[2]))
+    cached[2] = ok and job.outcome and encode_outcome(job.outcome) or ''
+  end
+  return reply
+end
+
+local VERBS, REPEATS = {}, {}
+
+function VERBS.enqueue()
+  local ids, heads, opened = {}, {}, call('EXISTS', QUEUE .. ':ledger') == 0
+  for at = 4, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
+  local books = open(QUEUE)
+  sweep_forgotten(books, FORGET_ON_ENQUEUE)
+  local replies, outcomes = {}, {}
+  enqueue_all(books, ids, function(at)
+    local head = ARGV[4 * at + 1]
+    local request = heads[head]
+    if not request then
+      request = read_request(head)
+      heads[head] = request
+    end
+    request.id, request.terms = ids[at], ARGV[4 * at + 2]
+    request.payload = request.has_payload and ARGV[4 * at + 3] or nil
+    return request
+  end, replies, outcomes)
+  close(books)
+  return {opened and 1 or 0, table.concat(replies), outcomes}
+end
+
+REPEATS.enqueue = with_outcomes
+
+local function misplaced(job, time)
+  return job.run or job.outcome or place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
+end
+
+-- What looks due: the jobs that are, and those that do not stand where they belong.
+local function due(books, limit)
+  local found, wrong = {}, {}
+  for _, priority in ipairs(priorities_of(books)) do
+    local key = books.queue .. ':w' .. priority
+    local members = #found < limit and call('ZRANGEBYSCORE', key, '-inf', books.now, 'LIMIT', 0, limit - #found) or {}
+    local ids = {}
+    for at, member in ipairs(members) do ids[at] = sub(member, 9) end
+    local entries = #ids > 0 and load(books, ids)
+    for at, id in ipairs(ids) do
+      local entry = entries[id]
+      if entry.damaged or not entry.job or entry.member ~= members[at] or entry.key ~= ':w' .. priority then
+        call('ZREM', key, members[at])
+        wrong[#wrong + 1] = entry
+      elseif misplaced(entry.job, books.time) then
+        wrong[#wrong + 1] = entry
+      else
+        found[#found + 1] = entry
+      end
+    end
+  end
+  return found, wrong
+end
+
+-- What is due, once what is next stands in its right place: a stepped clock, or damage, may have misplaced it.
+local function due_in_place(books, limit)
+  for _ = 1, MEND_PASSES do
+    local found, wrong = due(books, limit)
+    if #wrong == 0 then return books, found end
+    for _, entry in ipairs(wrong) do
+      if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
+        follow_clock(entry.job, books.time)
+        put(books, entry, entry.job)
+      elseif entry.job then
+        mend(books, entry)
+      end
+    end
+    close(books)
+    books = open(books.queue)
+  end
+  return books, (due(books, limit))
+end
+
+function VERBS.claim()
+  local limit, worker, lease_ms = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
+  local books = find(QUEUE)
+  if not books then return {WALL, -1, -1, 0, {}, ''} end
+  sweep(books, SWEEP_ON_CLAIM)
+  sweep_forgotten(books, SWEEP_ON_CLAIM)
+  if #books.changed > 0 then
+    close(books)
+    books = open(QUEUE)
+  end
+  local jobs, fences, size = {}, {}, 0
+  if books.ledger.paused == 0 then
+    local found
+    books, found = due_in_place(books, limit)
+    for _, entry in ipairs(found) do
+      local raw = entry.job.raw
+      size = size + #raw - entry.job.payload_at + 1
+      if #fences > 0 and size > MAX_CALL_BYTES then break end
+      put(books, entry, claim(entry.job, worker, lease_ms, books.time))
+      jobs[#jobs + 1], jobs[#jobs + 2] = entry.id, raw
+      fences[#fences + 1] = pack('<I8', entry.job.run.fence)
+    end
+  end
+  close(books)
+  local run_at = books.ledger.paused == 0 and next_run_at(books)
+  if run_at and run_at <= books.now then wake(books) end
+  return {books.now, run_at or -1, next_sweep_at(books) or -1, books.ledger.paused, jobs, table.concat(fences), books.time.skew}
+end
+
+-- A claim that is asked for again gives what it gave, less what is no longer held. Only ids and fences are kept.
+function REPEATS.claim(reply)
+  local jobs, fences = {}, {}
+  for at = 1, #reply[5] do
+    local id, fence = reply[5][at], sub(reply[6], 8 * at - 7, 8 * at)
+    local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
+    if raw and run and sub(run, 2, 9) == fence then
+      jobs[#jobs + 1], jobs[#jobs + 2] = id, raw
+      fences[#fences + 1] = fence
+    end
+  end
+  reply[5], reply[6] = jobs, table.concat(fences)
+  return reply
+end
+
+local KEPT_AS = {
+  claim = function(reply)
+    local ids = {}
+    for at = 1, #reply[5], 2 do ids[#ids + 1] = reply[5][at] end
+    return {reply[1], reply[2], reply[3], reply[4], ids, reply[6], reply[7]}
+  end,
+}
+
+local COUNTS = {'retries', 'stalls', 'timeouts'}
+
+local function read_settlement(head, body, extra)
+  local kind, fence, first, second, has_body, number = unpack_from('<BI8I8I8BB', head)
+  local bytes = has_body == 1 and body or nil
+  if kind == COMPLETE then
+    return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra}
+  elseif kind == FAIL then
+    return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra}
+  end
+  return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[number]}
+end
+
+local function read_follow_up(id, packed)
+  local priority, size, at = unpack_from('<BI2', packed)
+  return {id = id, priority = priority, terms = sub(packed, at, at + size - 1), payload = sub(packed, at + size),
+    named = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT}
+end
+
+function VERBS.settle()
+  local worker, ids, replies, follow_ups = ARGV[4], {}, {}, {}
+  for at = 5, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
+  local books = find(QUEUE)
+  local entries = books and load(books, ids)
+  for at, id in ipairs(ids) do
+    local settlement = read_settlement(ARGV[4 * at + 2], ARGV[4 * at + 3], ARGV[4 * at + 4])
+    local entry = books and entries[id]
+    if not entry or not holds(entry.job, worker, settlement.fence) then
+      replies[at] = '0'
+    else
+      local generation = entry.job.generation
+      local after, kind, then_kind, outcome = settle(entry.job, settlement, books.time)
+      if settlement.follow_up and kind == FAILED_K then
+        follow_ups[#follow_ups + 1] = read_follow_up(id .. '@' .. string.format('%.0f', generation), settlement.follow_up)
+      end
+      put(books, entry, after, kind, then_kind, outcome)
+      replies[at] = '1'
+    end
+  end
+  if books then close(books) end
+  local opened = 0
+  if #follow_ups > 0 then
+    local companion, companion_ids = QUEUE .. '/failed', {}
+    opened = 1 - call('EXISTS', companion .. ':ledger')
+    for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
+    local companion_books = open(companion)
+    enqueue_all(companion_books, companion_ids, function(at) return follow_ups[at] end, {}, {})
+    close(companion_books)
+  end
+  return {opened, table.concat(replies)}
+end
+
+function VERBS.extend()
+  local worker, lease_ms, ids, replies = ARGV[4], tonumber(ARGV[5]), {}, {}
+  for at = 6, #ARGV, 3 do ids[#ids + 1] = ARGV[at] end
+  local books = find(QUEUE)
+  local entries = books and load(books, ids)
+  for at, id in ipairs(ids) do
+    local fence, progress = tonumber(ARGV[3 * at + 4]), ARGV[3 * at + 5]
+    local entry = books and entries[id]
+    if not entry or not holds(entry.job, worker, fence) then
+      replies[at] = 'l'
+    else
+      replies[at] = entry.job.run.cancel_asked and 'c' or 'k'
+      extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, books.now)
+      put(books, entry, entry.job)
+    end
+  end
+  if books then close(books) end
+  return table.concat(replies)
+end
+
+function VERBS.cancel()
+  local ids, replies = {}, {}
+  for at = 4, #ARGV do ids[#ids + 1] = ARGV[at] end
+  local books = find(QUEUE)
+  if not books then return string.rep('m', #ids) end
+  local entries = load(books, ids)
+  for at, id in ipairs(ids) do
+    local after, reply, kind, outcome = cancel(entries[id].job, books.now)
+    put(books, entries[id], after, kind, nil, outcome)
+    replies[at] = reply
+  end
+  close(books)
+  return table.concat(replies)
+end
+
+function VERBS.keep()
+  local ttl_ms, at_least, ids, replies = tonumber(ARGV[4]), ARGV[5] == '1', {}, {}
+  for at = 6, #ARGV do ids[#ids + 1] = ARGV[at] end
+  local books = find(QUEUE)
+  if not books then return string.rep('m', #ids) end
+  local entries = load(books, ids)
+  for at, id in ipairs(ids) do
+    replies[at] = keep(entries[id].job, ttl_ms, at_least, CLIENT, books.now)
+    put(books, entries[id], entries[id].job)
+  end
+  close(books)
+  return table.concat(replies)
+end
+
+function VERBS.pause()
+  local opened = call('EXISTS', QUEUE .. ':ledger') == 0
+  local ledger = read_ledger(QUEUE) or new_ledger(QUEUE)
+  ledger.paused, ledger.reason = tonumber(ARGV[4]), ARGV[5]
+  write_ledger(QUEUE, ledger)
+  return opened and 1 or 0
+end
+
+function VERBS.sweep()
+  local limit, worker = tonumber(ARGV[4]), ARGV[5] ~= '' and ARGV[5] or nil
+  local books = find(QUEUE)
+  if not books then return {{}, {}, 0, 0, -1} end
+  local overdue, stalled, more = sweep(books, limit, worker)
+  local gone = sweep_forgotten(books, limit)
+  close(books)
+  return {overdue, stalled, gone, (more or gone == limit) and 1 or 0, next_sweep_at(books) or -1}
+end
+
+-- Delete the first records of an index. An entry that its record does not answer for is struck.
+local function purge_index(books, index, limit)
+  local key, ids = books.queue .. index, {}
+  local members = call('ZRANGE', key, 0, limit - 1)
+  if #members == 0 then return 0 end
+  local waiting = string.find(index, '^:w%d')
+  for at, member in ipairs(members) do ids[at] = waiting and sub(member, 9) or member end
+  local entries = load(books, ids)
+  for at, id in ipairs(ids) do
+    local entry = entries[id]
+    if entry.damaged or entry.key ~= index or entry.member ~= members[at] then call('ZREM', key, members[at]) end
+    if entry.job and (entry.damaged or entry.key == index) then
+      put(books, entry, nil, waiting and not entry.damaged and PURGED_K or FORGOTTEN_K)
+    end
+  end
+  return #members
+end
+
+local function purge_waiting(books, limit)
+  local done = 0
+  for _, priority in ipairs(priorities_of(books)) do
+    if done < limit then done = done + purge_index(books, ':w' .. priority, limit - done) end
+  end
+  return done
+end
+
+local function ask_to_cancel(books, limit)
+  local asked, at, ids = 0, 0, nil
+  repeat
+    ids = call('ZRANGE', books.queue .. ':running', at, at + 99)
+    at = at + 100
+    local entries = #ids > 0 and load(books, ids)
+    for _, id in ipairs(ids) do
+      local job = entries[id].job
+      if asked < limit and job and job.run and not job.run.cancel_asked then
+        local after, _, kind = cancel(job, books.now)
+        put(books, entries[id], after, kind)
+        asked = asked + 1
+      end
+    end
+  until #ids < 100 or asked == limit
+  return asked
+end
+
+local function drop(queue, ledger)
+  call('SET', queue .. ':floor', string.format('%.0f', ledger.last_stamp), 'PX', FLOOR_KEPT_MS)
+  local keys = {queue .. ':ledger', queue .. ':jobs', queue .. ':runs', queue .. ':wake'}
+  for priority = 0, 9 do keys[#keys + 1] = queue .. ':w' .. priority end
+  for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. ':' .. STATES[state] end
+  call('UNLINK', unpack(keys))
+end
+
+function VERBS.purge()
+  local limit, drops, wanted, done = tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6], 0
+  local books = find(QUEUE)
+  if not books then return {0, 0} end
+  if string.find(wanted, WAITING, 1, true) then done = purge_waiting(books, limit) end
+  for state = COMPLETED, CANCELLED do
+    if done < limit and string.find(wanted, state, 1, true) then
+      done = done + purge_index(books, ':' .. STATES[state], limit - done)
+    end
+  end
+  if done < limit and string.find(wanted, RUNNING, 1, true) then done = done + ask_to_cancel(books, limit - done) end
+  close(books)
+  if not drops or done > 0 or call('EXISTS', QUEUE .. ':jobs') == 1 then return {done, 0} end
+  drop(QUEUE, books.ledger)
+  return {done, 1}
+end
+
+-- Reading. What is read is decoded and judged by the client, with the queue's time beside it.
+
+local function time_of(queue)
+  local ledger = read_ledger(queue)
+  if not ledger then return WALL, 0 end
+  tick(ledger)
+  return ledger.last_at, ledger.skew, ledger
+end
+
+local function records(queue, ids)
+  if #ids == 0 then return {}, {} end
+  return call('HMGET', queue .. ':jobs', unpack(ids)), call('HMGET', queue .. ':runs', unpack(ids))
+end
+
+function VERBS.get()
+  local ids = {}
+  for at = 4, #ARGV do ids[#ids + 1] = ARGV[at] end
+  local now, skew = time_of(QUEUE)
+  local raws, runs = records(QUEUE, ids)
+  return {now, skew, raws, runs}
+end
+
+-- The id that an entry of an index is about.
+local function id_of(index, member)
+  return string.find(index, '^:w') and sub(member, 9) or member
+end
+
+-- The rank of the first entry behind a place in an index: there may be many with its score, and it may be gone.
+local function rank_after(key, score, member)
+  local low, high = call('ZCOUNT', key, '-inf', '(' .. score), call('ZCOUNT', key, '-inf', score)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if call('ZRANGE', key, middle, middle)[1] > member then high = middle else low = middle + 1 end
+  end
+  return low
+end
+
+-- Entries of indexes, one index after the other, behind a place in the first: index, member, score, record, run.
+function VERBS.page()
+  local limit, score, member, found = tonumber(ARGV[4]), ARGV[5], ARGV[6], {}
+  local now, skew, ledger = time_of(QUEUE)
+  for at = 7, #ARGV do
+    local index, left, ids = ARGV[at], limit - #found / 5, {}
+    local key = QUEUE .. index
+    local from = score == '' and 0 or rank_after(key, score, member)
+    local members = left > 0 and call('ZRANGE', key, from, from + left - 1, 'WITHSCORES') or {}
+    for place = 1, #members, 2 do ids[#ids + 1] = id_of(index, members[place]) end
+    local raws, runs = records(QUEUE, ids)
+    for place = 1, #ids do
+      local last = #found
+      found[last + 1], found[last + 2], found[last + 3] = index, members[2 * place - 1], members[2 * place]
+      found[last + 4], found[last + 5] = raws[place], runs[place]
+    end
+    score = ''
+  end
+  return {now, skew, ledger and ledger.last_stamp or 0, found}
+end
+
+-- What the ledger and the sizes of the indexes say: for a snapshot, and for the audit to compare.
+function VERBS.stats()
+  local now, _, ledger = time_of(QUEUE)
+  if not ledger then return false end
+  local ready, scheduled, oldest = 0, 0, now
+  for priority = 0, 9 do
+    local key = QUEUE .. ':w' .. priority
+    local due_here = call('ZCOUNT', key, '-inf', now)
+    ready, scheduled = ready + due_here, scheduled + call('ZCARD', key) - due_here
+    if due_here > 0 then
+      local head = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+      local ok, job = pcall(decode, '', call('HGET', QUEUE .. ':jobs', sub(head[1], 9)))
+      oldest = min(oldest, ok and max(job.run_at, job.generation) or now)
+    end
+  end
+  local sizes, past = {}, {}
+  for state = RUNNING, CANCELLED do
+    local key = QUEUE .. ':' .. STATES[state]
+    sizes[#sizes + 1], past[#past + 1] = call('ZCARD', key), call('ZCOUNT', key, '-inf', now)
+  end
+  return {now, ready, scheduled, oldest, sizes, past, ledger.retrying, ledger.deferred, ledger.paused, ledger.reason,
+    ledger.totals, ledger.rebuilt, call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'), ledger.last_stamp}
+end
+
+-- Records that do not stand in the index where they belong, and leases without a record, by a scan of all records, then
+-- of all leases: the cursor to go on with, the ids, and how many were looked at.
+function VERBS.unindexed()
+  local at_runs, cursor, found = sub(ARGV[4], 1, 1) == 'r', string.gsub(ARGV[4], 'r', ''), {}
+  local page = call('HSCAN', QUEUE .. (at_runs and ':runs' or ':jobs'), cursor, 'COUNT', 100)
+  for at = 1, #page[2], 2 do
+    local id = page[2][at]
+    local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
+    local ok, entry = pcall(entry_of, nil, id, raw, run)
+    if not ok or (not at_runs and not call('ZSCORE', QUEUE .. entry.key, entry.member)) then found[#found + 1] = id end
+  end
+  local after = (at_runs and 'r' or '') .. page[1]
+  if after == '0' then after = 'r0' elseif after == 'r0' then after = '0' end
+  return {after, found, #page[2] / 2}
+end
+
+-- Repair: put these records where they belong, strike these entries, then these runs that no record has.
+function VERBS.mend()
+  local books, ids = find(QUEUE), {}
+  if not books then return 0 end
+  for at = 4, #ARGV, 3 do
+    local what, id, index = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+    if what == 'entry' then
+      call('ZREM', QUEUE .. index, id)
+      ids[#ids + 1] = id_of(index, id)
+    else
+      ids[#ids + 1] = id
+    end
+  end
+  local entries = load(books, ids)
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if entry.job then
+      books.time.last_stamp = max(books.time.last_stamp, newest_stamp(entry.job))
+      if entry.job.outcome and entry.ran then entry.job.run = nil end
+      mend(books, entry)
+    else
+      call('HDEL', QUEUE .. ':runs', id)
+    end
+  end
+  close(books)
+  return #ids
+end
+
+-- Repair, at its end: the counts as the records have them, if nothing has happened since they were counted.
+function VERBS.recount()
+  local ledger = read_ledger(QUEUE)
+  if not ledger or ledger.last_stamp ~= tonumber(ARGV[4]) then return 0 end
+  ledger.retrying, ledger.deferred, ledger.rebuilt = tonumber(ARGV[5]), tonumber(ARGV[6]), 0
+  ledger.totals[ENQUEUED_K] = ledger.totals[ENQUEUED_K] + tonumber(ARGV[7])
+  write_ledger(QUEUE, ledger)
+  return 1
+end
+
+-- Workers: one record each for the whole namespace, on the wall clock.
+
+function VERBS.announce()
+  local worker, facts, ttl_ms = ARGV[4], ARGV[5], tonumber(ARGV[6])
+  for _, gone in ipairs(call('ZRANGEBYSCORE', QUEUE .. ':beats', '-inf', WALL, 'LIMIT', 0, 10)) do
+    call('ZREM', QUEUE .. ':beats', gone)
+    call('HDEL', QUEUE .. ':workers', gone)
+  end
+  local known, evict = call('HGET', QUEUE .. ':workers', worker), 0
+  if known and #known >= 17 then
+    local _, expires_at, asked = unpack_from('<I8I8B', known)
+    if expires_at > WALL then evict = asked end
+  end
+  local expires_at = WALL + 1000 * ttl_ms
+  call('HSET', QUEUE .. ':workers', worker, pack('<I8I8B', WALL, expires_at, evict) .. facts)
+  call('ZADD', QUEUE .. ':beats', expires_at, worker)
+  return evict
+end
+
+function VERBS.evict()
+  local known = call('HGET', QUEUE .. ':workers', ARGV[4])
+  if not known or #known < 17 then return 0 end
+  local beat_at, expires_at = unpack_from('<I8I8', known)
+  if expires_at <= WALL then return 0 end
+  call('HSET', QUEUE .. ':workers', ARGV[4], pack('<I8I8B', beat_at, expires_at, 1) .. sub(known, 18))
+  return 1
+end
+
+function VERBS.workers()
+  return {WALL, call('HGETALL', QUEUE .. ':workers')}
+end
+
+-- A call that changes something has a number. The same number gets the same reply again, a lower one is refused, and
+-- neither changes anything: a reply may be lost, a first copy may arrive late.
+local function once(verb, number)
+  local kept = call('GET', KEYS[2])
+  if kept then
+    local last, at = unpack_from('<I8', kept)
+    if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end
+    if number == last then
+      local reply = cmsgpack.unpack(sub(kept, at))
+      return REPEATS[verb] and REPEATS[verb](reply) or reply
+    end
+  end
+  local reply = VERBS[verb]()
+  local keeps = KEPT_AS[verb] and KEPT_AS[verb](reply) or reply
+  call('SET', KEYS[2], pack('<I8', number) .. cmsgpack.pack(keeps), 'PX', CALL_KEPT_MS)
+  return verb == 'enqueue' and with_outcomes(reply) or reply
+end
+
+if ARGV[3] == '' then return VERBS[ARGV[1]]() end
+return once(ARGV[1], tonumber(ARGV[3]))
