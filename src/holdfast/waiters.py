@@ -34,9 +34,12 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
     async with storage.subscribe(Topic(queue, "ends", id)) as events:
         deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
         asked_at = await _ask_to_keep(storage, queue, id, wait_s)
+        hint: Event | None = None
         while True:
-            (job,) = await storage.get(queue, [id])
-            told = answer(job, generation)
+            told: Outcome | Answer | None = _told(hint, generation)
+            if told is None:
+                (job,) = await storage.get(queue, [id])
+                told = answer(job, generation)
             if isinstance(told, Outcome):
                 if told.state is State.CANCELLED:
                     raise JobCancelled(f"job {id!r} in {queue} was cancelled")
@@ -50,7 +53,13 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
                 raise WaitTimeout(f"job {id!r} in {queue} did not end within {wait_s} s; it goes on")
             if wait_s is None and now >= asked_at + ASK_AGAIN_S:
                 asked_at = await _ask_to_keep(storage, queue, id, wait_s)
-            await _hint(events, LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, deadline - now))
+            hint = await _hint(events, LOOK_EVERY_S if deadline is None else min(LOOK_EVERY_S, deadline - now))
+
+
+def _told(hint: Event | None, generation: int) -> Outcome | None:
+    """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
+    younger than one that the record still has."""
+    return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None
 
 
 async def _ask_to_keep(storage: Storage, queue: str, id: str, wait_s: float | None) -> float:
@@ -61,12 +70,13 @@ async def _ask_to_keep(storage: Storage, queue: str, id: str, wait_s: float | No
     return asyncio.get_running_loop().time()
 
 
-async def _hint(events: AsyncIterator[Event], seconds: float) -> None:
-    """Return at the next hint, or when it is time to look anyway."""
+async def _hint(events: AsyncIterator[Event], seconds: float) -> Event | None:
+    """The next hint, or None when it is time to look anyway."""
     try:
         async with asyncio.timeout(seconds):
-            await anext(events)
+            return await anext(events)
     except TimeoutError:
-        pass
+        return None
     except StopAsyncIteration:
         await asyncio.sleep(seconds)  # Whoever gave the hints has no more: look as if they were lost.
+        return None

@@ -215,12 +215,9 @@ class RedisStorage(CheckedStorage):
             for request, (placed, state, generation) in zip(jobs, _each(ENQUEUED, mine), strict=True)
         ]
         for at, outcome in cached:
-            index = at - 1 - start
+            index: int = at - 1 - start
             if 0 <= index < len(replies) and outcome:
-                reply = replies[index]
-                replies[index] = Enqueued(
-                    reply.id, reply.placed, reply.generation, reply.state, decode_outcome(outcome)
-                )
+                replies[index] = msgspec.structs.replace(replies[index], outcome=decode_outcome(outcome))
         return replies
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
