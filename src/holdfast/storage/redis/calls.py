@@ -26,27 +26,21 @@ from holdfast.storage.redis.wire import Argument, Reply
 LAYOUT = 1
 """The layout of keys and records that this version writes, and the newest that it reads."""
 BODY = resources.files("holdfast.storage.redis").joinpath("queue.lua").read_text()
-CLOCK = "local time = redis.call('TIME')\n  return time[1] * 1000000 + time[2]"
+CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
 """Where the script reads the server's clock: the only place where it learns the time."""
 INJECTED_CLOCK = "return tonumber(table.remove(ARGV))"
 """What stands there instead when a storage is opened with a clock of its own, as tests do."""
 
 
-class Script:
-    """A text that a server knows by its digest. Two releases of Holdfast can so share a server."""
+class Library:
+    """queue.lua as a server gets it: a library of two functions, under a name made from its content."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-def scripts(body: str, injected_clock: bool) -> tuple[Script, Script]:
-    """The script under its two heads: enqueue is refused when the server is full, everything else runs, or nothing
-    would drain."""
-    if injected_clock:
-        assert CLOCK in body
-        body = body.replace(CLOCK, INJECTED_CLOCK)
-    return Script(f"#!lua\n{body}"), Script(f"#!lua flags=allow-oom\n{body}")
+    def __init__(self, body: str, injected_clock: bool) -> None:
+        if injected_clock:
+            assert CLOCK in body
+            body = body.replace(CLOCK, INJECTED_CLOCK)
+        self.name = f"holdfast_{hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()[:16]}"
+        self.text = f"#!lua name={self.name}\nlocal NAME = '{self.name}'\n{body}"
 
 
 class Ask:
@@ -133,7 +127,7 @@ class Calls:
         self._client = client
         self._clock = clock
         self._timeout_s = timeout_s
-        self._enqueue, self._others = scripts(body or BODY, clock is not None)
+        self._library = Library(body or BODY, clock is not None)
         self._lines: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
@@ -174,39 +168,37 @@ class Calls:
 
     def start(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> asyncio.Future[Reply]:
         """Send a call. In the plain case no task is needed: the reply comes from the wire itself."""
-        script = self._enqueue if verb == "enqueue" else self._others
+        name = f"{self._library.name}_enqueue" if verb == "enqueue" else self._library.name
         numbered: tuple[Argument, ...] = (
             (1, key, verb, self._client, "")
             if number == 0
             else (2, key, f"{key}:call:{self._client}:{verb}", verb, self._client, number)
         )
-        command = ("EVALSHA", script.sha, *numbered, *args)
+        command = ("FCALL", name, *numbered, *args)
         if self._clock is not None:
             command = (*command, self._clock.now_us())
         if not self._servers.clustered:
-            return self._servers.wire(key).send(command, self._deadline(), script.text)
-        task = asyncio.get_running_loop().create_task(self._routed(key, command, script))
+            return self._servers.wire(key).send(command, self._deadline(), self._library.text)
+        task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library.text))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _routed(self, key: str, command: Sequence[Argument], script: Script | None) -> Reply:
+    async def _routed(self, key: str, command: Sequence[Argument], library: str | None) -> Reply:
         """Send a command to the node that has the key, wherever it moves meanwhile."""
         deadline = self._deadline()
         args = tuple(command)
-        text = None if script is None else script.text
         while True:
             try:
-                return await self._servers.wire(key).send(args, deadline, text)
+                return await self._servers.wire(key).send(args, deadline, library)
             except (MovedError, Gone) as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise StorageUnavailable(f"{self._servers.name} moves a key about: {error}") from error
                 await self._servers.moved(error)
             except AskError as error:
                 assert isinstance(self._servers, ClusterServers)
-                asked = args if script is None else ("EVAL", script.text, *args[2:])
                 try:
-                    return await self._servers.ask((str(error.host), error.port), asked, deadline)  # pyright: ignore
+                    return await self._servers.ask((str(error.host), error.port), args, deadline, library)  # pyright: ignore
                 except (MovedError, AskError):
                     await self._servers.moved(error)
 

@@ -1,7 +1,8 @@
 --[[ The life of a job on Redis and Valkey: machine.py, books.py and engine.py again, name for name, as one script.
 
-Every call is one run of this file, so every verb is one atomic step. What a word means is said in machine.py; what a
-verb promises, in storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into.
+A library of functions that servers keep under a name made from its content (calls.py), so that two releases can share
+a server. Every call is one atomic step. What a word means is said in machine.py; what a verb promises, in
+storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into.
 
 KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag.
 
@@ -65,15 +66,15 @@ local MAKES_READY = {[ENQUEUED_K] = true, [PROMOTED_K] = true, [UPDATED_K] = tru
 local MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
-local call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
-local max, min = math.max, math.min
+-- Set anew by `run` for every call, and nothing else outlives one: what the server offers, which is not there while it
+-- loads a library, the arguments, the queue, the client, and the time.
+local call, pack, unpack_from, band, sub, max, min
+local KEYS, ARGV, QUEUE, CLIENT, WALL
 
 local function wall_clock()
-  local time = redis.call('TIME')
+  local time = call('TIME')
   return time[1] * 1000000 + time[2]
 end
-
-local WALL = wall_clock()
 
 -- The time of a queue: clock.py
 
@@ -888,8 +889,6 @@ end
 
 -- The verbs: engine.py. Arguments come after the verb, the client and its number.
 
-local QUEUE, CLIENT = KEYS[1], ARGV[2]
-
 local function read_request(head)
   local request, has_payload, named, updates, takes_payload, resets_counts = {client = CLIENT}, nil, nil, nil, nil, nil
   request.priority, has_payload, named, updates, takes_payload, request.rule, resets_counts, request.when, request.at,
@@ -1417,5 +1416,15 @@ local function once(verb, number)
   return verb == 'enqueue' and with_outcomes(reply) or reply
 end
 
-if ARGV[3] == '' then return VERBS[ARGV[1]]() end
-return once(ARGV[1], tonumber(ARGV[3]))
+local function run(keys, args)
+  call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
+  max, min = math.max, math.min
+  KEYS, ARGV, QUEUE, CLIENT = keys, args, keys[1], args[2]
+  WALL = wall_clock()
+  if ARGV[3] == '' then return VERBS[ARGV[1]]() end
+  return once(ARGV[1], tonumber(ARGV[3]))
+end
+
+-- One body, two functions: a full server refuses to enqueue, everything else runs, or nothing would drain.
+redis.register_function {function_name = NAME .. '_enqueue', callback = run}
+redis.register_function {function_name = NAME, callback = run, flags = {'allow-oom'}}

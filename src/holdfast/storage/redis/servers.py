@@ -162,9 +162,11 @@ class ClusterServers:
     def place(self, key: str) -> object:
         return self._address(key)
 
-    async def ask(self, address: Address, args: tuple[Argument, ...], deadline: float) -> Reply:
+    async def ask(self, address: Address, args: tuple[Argument, ...], deadline: float, library: str | None) -> Reply:
         """Send a command to the node that a slot is being moved to."""
         wire = self._wire_to(address)
+        if library is not None:
+            await asyncio.gather(wire.send(("FUNCTION", "LOAD", library), deadline), return_exceptions=True)
         asking = wire.send(("ASKING",), deadline)
         reply = await wire.send(args, deadline)
         await asking

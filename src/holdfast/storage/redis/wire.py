@@ -19,7 +19,6 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     ClusterDownError,
-    NoScriptError,
     ReadOnlyError,
     RedisError,
     ResponseError,
@@ -45,6 +44,7 @@ BACKOFF_S = (0.01, 1.0)
 NOT_READY = (ReadOnlyError, ClusterDownError, TryAgainError)
 """Answers of a server that will be able to, or whose place another takes: also LOADING, which is a ConnectionError."""
 NOT_READY_CODES = ("MASTERDOWN", "BUSY", "NOREPLICAS", "UNBLOCKED", "MISCONF")
+NOT_LOADED = "Function not found"
 REFUSED = (AuthenticationError, AuthorizationError)
 
 
@@ -59,13 +59,13 @@ class Link(Protocol):
 
 
 class Request:
-    """A command on its way. `script` is its Lua source, for a server that has not seen it."""
+    """A command on its way. `library` is the source of its function, for a server that has not seen it."""
 
-    __slots__ = ("args", "deadline", "future", "script", "sent_at")
+    __slots__ = ("args", "deadline", "future", "library", "sent_at")
 
-    def __init__(self, args: tuple[Argument, ...], script: str | None, future: asyncio.Future[Reply], deadline: float):
+    def __init__(self, args: tuple[Argument, ...], library: str | None, future: asyncio.Future[Reply], deadline: float):
         self.args = args
-        self.script = script
+        self.library = library
         self.future = future
         self.deadline = deadline
         self.sent_at = 0.0
@@ -85,16 +85,17 @@ class Wire:
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._trouble = "not connected yet"
+        self._load_error = "nothing was said"
         self._closed = False
         self.reconnects = 0
 
-    def send(self, args: tuple[Argument, ...], deadline: float, script: str | None = None) -> asyncio.Future[Reply]:
+    def send(self, args: tuple[Argument, ...], deadline: float, library: str | None = None) -> asyncio.Future[Reply]:
         """Send a command now, or as soon as there is a connection. The future has its reply, or a server's error."""
         future: asyncio.Future[Reply] = self._loop.create_future()
         if self._closed:
             future.set_exception(StorageUnavailable(f"the connection to {self.name} is closed"))
             return future
-        request = Request(args, script, future, deadline)
+        request = Request(args, library, future, deadline)
         self._pending.append(request)
         if self._link is not None:
             self._write(self._link, request)
@@ -167,9 +168,11 @@ class Wire:
         if isinstance(reply, ResponseError):
             if isinstance(reply, NOT_READY) or str(reply).startswith(NOT_READY_CODES):
                 raise reply
-            if isinstance(reply, NoScriptError) and self._pending[0].script is not None:
-                self._send_source(self._pending.popleft())
-                return
+            if str(reply).startswith(NOT_LOADED):
+                if self._pending[0].library is not None:
+                    self._load(self._pending.popleft())
+                    return
+                reply = ResponseError(f"{reply}: the library could not be loaded ({self._load_error})")
         if not self._pending:
             raise LinkError("a reply that nobody asked for")
         future = self._pending.popleft().future
@@ -180,14 +183,22 @@ class Wire:
         else:
             future.set_result(reply)
 
-    def _send_source(self, request: Request) -> None:
-        """The server does not know the script (any more): send its text, once."""
+    def _load(self, request: Request) -> None:
+        """The server does not know the library (any more): send its text, and the request again. Another client may
+        have been quicker; then the first of the two fails, and it does not matter."""
         assert self._link is not None
-        assert request.script is not None
-        request.args = ("EVAL", request.script, *request.args[2:])
-        request.script = None
-        self._pending.append(request)
-        self._write(self._link, request)
+        assert request.library is not None
+        loads: asyncio.Future[Reply] = self._loop.create_future()
+        loads.add_done_callback(self._note_load_error)
+        load = Request(("FUNCTION", "LOAD", request.library), None, loads, request.deadline)
+        request.library = None
+        for sent in (load, request):
+            self._pending.append(sent)
+            self._write(self._link, sent)
+
+    def _note_load_error(self, load: asyncio.Future[Reply]) -> None:
+        if not load.cancelled() and load.exception() is not None:
+            self._load_error = str(load.exception())
 
     def _look(self) -> None:
         """Let go of requests whose time is up, and of a link on which nothing comes back."""
