@@ -14,14 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from importlib import resources
 
-from redis.exceptions import AskError, MovedError, OutOfMemoryError, RedisError, ResponseError
-from redis.exceptions import ConnectionError as LinkError
-
 from holdfast.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
 from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS
-from holdfast.storage.redis.servers import ClusterServers, Gone, Servers
-from holdfast.storage.redis.wire import Argument, Reply
+from holdfast.storage.redis.servers import ClusterServers, Gone, Servers, address_in
+from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
 
 LAYOUT = 1
 """The layout of keys and records that this version writes, and the newest that it reads."""
@@ -100,19 +97,18 @@ class Line:
         number = self._numbers[verb] = self._numbers.get(verb, 0) + 1
         self._busy.add(verb)
         items = batch[0].items if len(batch) == 1 else [item for ask in batch for item in ask.items]
-        reply = self._calls.start(verb, self._key, number, (*batch[0].options, *items))
-        reply.add_done_callback(lambda reply: self._done(verb, batch, reply))
+        args = (*batch[0].options, *items)
+        self._calls.send(verb, self._key, number, args, lambda reply: self._done(verb, batch, reply))
 
-    def _done(self, verb: str, batch: list[Ask], reply: asyncio.Future[Reply]) -> None:
+    def _done(self, verb: str, batch: list[Ask], reply: Reply) -> None:
         self._busy.discard(verb)
-        error = StorageUnavailable("the storage was closed") if reply.cancelled() else reply.exception()
         start = 0
         for ask in batch:
             if not ask.future.done():
-                if error is None:
-                    ask.future.set_result((reply.result(), start))
+                if isinstance(reply, Exception):
+                    ask.future.set_exception(reply)
                 else:
-                    ask.future.set_exception(error)
+                    ask.future.set_result((reply, start))
             start += ask.count
         self.pump()
 
@@ -149,58 +145,61 @@ class Calls:
         line.ask(ask)
         try:
             return await ask.future
-        except RedisError as error:
+        except ServerError as error:
             raise as_holdfast_error(error, self._servers.name) from error
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
-        try:
-            return await self.start(verb, key, 0, args)
-        except RedisError as error:
-            raise as_holdfast_error(error, self._servers.name) from error
+        return await self._routed(key, self._command(verb, key, 0, args), self._library.text)
 
     async def command(self, key: str, *args: Argument) -> Reply:
         """Send a plain command to whoever has the key."""
-        try:
-            return await self._routed(key, args, None)
-        except RedisError as error:
-            raise as_holdfast_error(error, self._servers.name) from error
+        return await self._routed(key, args, None)
 
-    def start(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> asyncio.Future[Reply]:
-        """Send a call. In the plain case no task is needed: the reply comes from the wire itself."""
-        name = f"{self._library.name}_enqueue" if verb == "enqueue" else self._library.name
-        numbered: tuple[Argument, ...] = (
-            (1, key, verb, self._client, "")
-            if number == 0
-            else (2, key, f"{key}:call:{self._client}:{verb}", verb, self._client, number)
-        )
-        command = ("FCALL", name, *numbered, *args)
-        if self._clock is not None:
-            command = (*command, self._clock.now_us())
+    def send(self, verb: str, key: str, number: int, args: Sequence[Argument], deliver: Deliver) -> None:
+        """Send a numbered call. A single server needs no task for that: the reply comes straight from the wire."""
+        command = self._command(verb, key, number, args)
         if not self._servers.clustered:
-            return self._servers.wire(key).send(command, self._deadline(), self._library.text)
+            self._servers.wire(key).send(command, self._deadline(), deliver, self._library.text)
+            return
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library.text))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
+        task.add_done_callback(lambda task: deliver(_outcome_of(task)))
 
-    async def _routed(self, key: str, command: Sequence[Argument], library: str | None) -> Reply:
+    def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
+        name = self._library.name + "_enqueue" if verb == "enqueue" else self._library.name
+        head: tuple[Argument, ...] = (
+            (2, key, f"{key}:call:{self._client}:{verb}", verb, self._client, number)
+            if number
+            else (1, key, verb, self._client, "")
+        )
+        clock = () if self._clock is None else (self._clock.now_us(),)
+        return ("FCALL", name, *head, *args, *clock)
+
+    async def _routed(self, key: str, args: tuple[Argument, ...], library: str | None) -> Reply:
         """Send a command to the node that has the key, wherever it moves meanwhile."""
         deadline = self._deadline()
-        args = tuple(command)
         while True:
             try:
-                return await self._servers.wire(key).send(args, deadline, library)
-            except (MovedError, Gone) as error:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise StorageUnavailable(f"{self._servers.name} moves a key about: {error}") from error
-                await self._servers.moved(error)
-            except AskError as error:
-                assert isinstance(self._servers, ClusterServers)
-                try:
-                    return await self._servers.ask((str(error.host), error.port), args, deadline, library)  # pyright: ignore
-                except (MovedError, AskError):
-                    await self._servers.moved(error)
+                return await self._servers.wire(key).call(args, deadline, library)
+            except Gone as error:
+                await self._moved(error, deadline)
+            except ServerError as error:
+                if error.code == "ASK" and isinstance(self._servers, ClusterServers):
+                    try:
+                        return await self._servers.ask(address_in(error), args, deadline, library)
+                    except ServerError as refusal:
+                        if refusal.code not in ("MOVED", "ASK"):
+                            raise as_holdfast_error(refusal, self._servers.name) from refusal
+                elif error.code != "MOVED":
+                    raise as_holdfast_error(error, self._servers.name) from error
+                await self._moved(error, deadline)
+
+    async def _moved(self, error: Exception, deadline: float) -> None:
+        if asyncio.get_running_loop().time() > deadline:
+            raise StorageUnavailable(f"{self._servers.name} moves a key about: {error}") from error
+        await self._servers.moved(error)
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -211,19 +210,29 @@ class Calls:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def as_holdfast_error(error: RedisError, name: str) -> HoldfastError:
+def _outcome_of(task: asyncio.Task[Reply]) -> Reply:
+    if task.cancelled():
+        return StorageUnavailable("the storage was closed")
+    return task.exception() or task.result()
+
+
+def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
     """What a server's error means to a caller."""
-    text = str(error)
-    if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
-        return StorageFull(f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory")
-    if text.startswith("HOLDFAST_LAYOUT"):
-        found = text.split()[1]
-        return LayoutTooNew(
-            f"{name} has a queue with layout {found}, this Holdfast reads up to {LAYOUT}:"
-            " upgrade it here, or use another namespace"
-        )
-    if text.startswith("HOLDFAST_SUPERSEDED"):
-        return StorageUnavailable(f"a later call of this client reached {name} first: is it shared between processes?")
-    if isinstance(error, LinkError) or not isinstance(error, ResponseError):
-        return StorageUnavailable(f"{name} could not be reached: {error}")
-    return StorageUnavailable(f"{name} refused a call: {text:.300}")
+    match error.code:
+        case "OOM":
+            return StorageFull(
+                f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
+            )
+        case "HOLDFAST_LAYOUT":
+            return LayoutTooNew(
+                f"{name} has a queue with layout {str(error).split()[1]}, this Holdfast reads up to {LAYOUT}:"
+                " upgrade it here, or use another namespace"
+            )
+        case "HOLDFAST_SUPERSEDED":
+            return StorageUnavailable(
+                f"a later call of this client reached {name} first: is it shared between processes?"
+            )
+        case "NOAUTH" | "NOPERM" | "WRONGPASS":
+            return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
+        case _:
+            return StorageUnavailable(f"{name} refused a call: {error!s:.300}")

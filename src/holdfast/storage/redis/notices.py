@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from redis.exceptions import ConnectionError as LinkError
-from redis.exceptions import MovedError, RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.servers import Servers
-from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Link, Reply
+from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Link, Reply, ServerError
 
 log = logging.getLogger("holdfast.redis")
 
@@ -26,7 +26,7 @@ QUIET_S = 15.0
 BLOCK_S = 1.0
 """How long a wait for the wake token lasts: a lost token costs no more."""
 
-_TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError)
+_TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError, ServerError)
 
 
 class Ear:
@@ -47,7 +47,7 @@ class Ear:
         if channel not in self._confirmed:
             self._confirmed[channel] = asyncio.Event()
             if self._link is not None:
-                self._link.write(self._link.pack_command("SSUBSCRIBE", channel))
+                self._link.write("SSUBSCRIBE", channel)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="holdfast ear")
         try:
@@ -66,7 +66,7 @@ class Ear:
             del self._channels[channel]
             self._confirmed.pop(channel, None)
             if self._link is not None:
-                self._link.write(self._link.pack_command("SUNSUBSCRIBE", channel))
+                self._link.write("SUNSUBSCRIBE", channel)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -81,16 +81,16 @@ class Ear:
             try:
                 link = await self._servers.link(next(iter(self._channels), "x"))
                 for channel in self._channels:
-                    link.write(link.pack_command("SSUBSCRIBE", channel))
+                    link.write("SSUBSCRIBE", channel)
                 self._link = link
                 if not first:
                     self._lost()
                 first, pause = False, BACKOFF_S[0]
                 while True:
                     self._take(await self._read(link))
-            except MovedError as error:
-                await self._find_again(error)
             except _TROUBLE as error:
+                if isinstance(error, ServerError) and error.code == "MOVED":
+                    await self._find_again(error)
                 log.info("listening to %s broke: %s", self._servers.name, error)
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause = min(2 * pause, BACKOFF_S[1])
@@ -101,7 +101,7 @@ class Ear:
                 if link is not None:
                     await link.disconnect(nowait=True)
 
-    async def _find_again(self, error: MovedError) -> None:
+    async def _find_again(self, error: ServerError) -> None:
         try:
             await self._servers.moved(error)
         except _TROUBLE:
@@ -113,7 +113,7 @@ class Ear:
         try:
             done, _ = await asyncio.wait([reading], timeout=QUIET_S)
             if not done:
-                link.write(link.pack_command("PING"))
+                link.write("PING")
                 done, _ = await asyncio.wait([reading], timeout=REPLY_S)
             if not done:
                 raise LinkError(f"no answer for {REPLY_S:.0f} s")
@@ -122,7 +122,7 @@ class Ear:
             reading.cancel()
 
     def _take(self, message: Reply) -> None:
-        if isinstance(message, ResponseError):
+        if isinstance(message, ServerError):
             raise message
         kind, channel, *rest = cast("list[Any]", message)
         if kind == b"smessage":
@@ -168,10 +168,10 @@ class Bell:
             try:
                 link = await self._servers.link(next(iter(self._keys)))
                 while self._keys:
-                    link.write(link.pack_command("BLPOP", *self._keys, str(BLOCK_S)))
+                    link.write("BLPOP", *self._keys, str(BLOCK_S))
                     async with asyncio.timeout(BLOCK_S + REPLY_S):
                         reply = await link.read()
-                    if isinstance(reply, ResponseError):
+                    if isinstance(reply, ServerError):
                         raise reply
                     if reply is not None:
                         self._ring(reply[0].decode())

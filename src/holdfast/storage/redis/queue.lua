@@ -43,13 +43,16 @@ local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS = 3600000, 60000, 60480000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
 local STEP_BACK_US, MAX_STEPS = 1000000, 8
+local NEVER = 9007199254740991
 local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE, MEND_PASSES = 10, 2, 2
 local MAX_CALL_BYTES = 1048576
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
 local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
 
 local WAITING, RUNNING, COMPLETED, FAILED, CANCELLED = 1, 2, 3, 4, 5
-local STATES = {'waiting', 'running', 'completed', 'failed', 'cancelled'}
+local INDEXES = {[RUNNING] = ':running', [COMPLETED] = ':completed', [FAILED] = ':failed', [CANCELLED] = ':cancelled'}
+local WAITING_INDEXES = {[0] = ':w0', ':w1', ':w2', ':w3', ':w4', ':w5', ':w6', ':w7', ':w8', ':w9'}
+local PRIORITY_BITS = {[0] = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
 local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enqueue did; 0: nothing
 local KEEPS, TAKES, IF_LATER, IF_EARLIER = 0, 1, 2, 3 -- rules for run_at
 local NOW, DELAY, WALL_TIME = 0, 1, 2 -- how a request says when
@@ -131,7 +134,7 @@ local function decode_outcome(packed)
     outcome.error = sub(packed, at, at + error_size - 2)
     at = at + error_size - 1
   end
-  if at ~= #packed + 1 or not STATES[outcome.state] then error('garbled') end
+  if at ~= #packed + 1 or not INDEXES[outcome.state] then error('garbled') end
   return outcome
 end
 
@@ -213,12 +216,15 @@ local function decode_long(job, raw, at)
   return at + waiters_size
 end
 
+-- What a record has unless it says otherwise: most say nothing.
+local BLANK = {__index = {wall_at = 0, attempts = 0, retries = 0, stalls = 0, timeouts = 0, keep_until_at = 0,
+  waiters = '', terms = ''}}
+
 local function decode(id, raw, run)
   local flags, priority, generation, run_at, at = unpack_from('<BBI8I8', raw)
-  if band(flags, 224) ~= MARK or priority > 9 then error('garbled') end
-  local job = {id = id, raw = raw, priority = priority, generation = generation, run_at = run_at, arrival = generation,
-    wall_at = 0, attempts = 0, retries = 0, stalls = 0, timeouts = 0, keep_until_at = 0, waiters = '', terms = '',
-    named = band(flags, NAMED) ~= 0, has_payload = band(flags, PAYLOAD) ~= 0}
+  if flags < MARK or flags >= MARK + 32 or priority > 9 then error('garbled') end
+  local job = setmetatable({id = id, raw = raw, priority = priority, generation = generation, run_at = run_at,
+    arrival = generation, payload_at = at, named = band(flags, NAMED) ~= 0, has_payload = band(flags, PAYLOAD) ~= 0}, BLANK)
   local size
   if band(flags, LONG) ~= 0 then at = decode_long(job, raw, at) end
   if band(flags, FINISHED) ~= 0 then
@@ -244,10 +250,9 @@ end
 -- it shall be (nil: there is none any more) and what happened.
 
 local function damaged(id, now)
-  return {id = id, priority = 5, generation = now, run_at = now, arrival = now, wall_at = 0, attempts = 0, retries = 0,
-    stalls = 0, timeouts = 0, keep_until_at = 0, waiters = '', terms = '', named = false, has_payload = false,
-    outcome = {state = FAILED, generation = now, ended_at = now, forget_at = now + 1000 * FAILURE_TTL_MS, dedup_at = 0,
-      codec = 'json', error = DAMAGED}}
+  return setmetatable({id = id, priority = 5, generation = now, run_at = now, arrival = now, named = false,
+    has_payload = false, outcome = {state = FAILED, generation = now, ended_at = now,
+      forget_at = now + 1000 * FAILURE_TTL_MS, dedup_at = 0, codec = 'json', error = DAMAGED}}, BLANK)
 end
 
 local function state_of(job)
@@ -305,8 +310,10 @@ end
 
 -- A record for a generation that begins, of an id that was `before` (nil: there was none).
 local function fresh(id, named, before)
-  return {id = id, named = named, attempts = 0, retries = 0, stalls = 0, timeouts = 0, changed = true,
-    keep_until_at = before and before.keep_until_at or 0, waiters = before and before.waiters or ''}
+  local job = setmetatable({id = id, named = named, changed = true, priority = 0, terms = '', payload = '',
+    has_payload = true, generation = 0, run_at = 0, arrival = 0}, BLANK)
+  if before then job.keep_until_at, job.waiters = before.keep_until_at, before.waiters end
+  return job
 end
 
 local function start(job, request, time, at)
@@ -317,9 +324,10 @@ local function start(job, request, time, at)
   else
     set_work(started, request)
   end
-  started.generation, started.previous = at, job and job.outcome
+  started.generation = at
+  if job then started.previous = job.outcome end
   if request.when == NOW then
-    started.run_at, started.arrival, started.wall_at = time.last_at, at, 0
+    started.run_at, started.arrival = time.last_at, at
   else
     set_due(started, due_of(request, time, at))
   end
@@ -535,9 +543,9 @@ end
 -- The books of a queue during one step: books.py. `save` alone touches the records and their indexes.
 
 local function index_of(job)
-  if job.outcome then return ':' .. STATES[job.outcome.state], job.outcome.forget_at, job.id end
+  if job.outcome then return INDEXES[job.outcome.state], job.outcome.forget_at, job.id end
   if job.run then return ':running', job.run.until_at, job.id end
-  return ':w' .. job.priority, job.run_at, pack('>I8', job.arrival) .. job.id
+  return WAITING_INDEXES[job.priority], job.run_at, pack('>I8', job.arrival) .. job.id
 end
 
 local function view_of(job)
@@ -545,20 +553,20 @@ local function view_of(job)
   return job.retries > 0 and not job.outcome and 'retrying'
 end
 
-local function add_args(lists, key, ...)
+local function list_of(lists, key)
   local list = lists[key]
   if not list then
     list = {}
     lists[key] = list
   end
-  for index = 1, select('#', ...) do list[#list + 1] = select(index, ...) end
+  return list
 end
 
 local function new_ledger(queue)
   local totals = {}
   for kind = 1, KINDS do totals[kind] = 0 end
   return {last_at = 0, last_stamp = tonumber(call('GET', queue .. ':floor') or 0), skew = 0, steps = {}, paused = 0,
-    reason = '', retrying = 0, deferred = 0, totals = totals, priorities = '', rebuilt = 0}
+    reason = '', retrying = 0, deferred = 0, totals = totals, priorities = 0, forget_at = NEVER, rebuilt = 0}
 end
 
 local function newest_stamp(job)
@@ -586,7 +594,8 @@ local function rebuilt_ledger(queue)
       end
     end
   until cursor == '0'
-  ledger.last_at, ledger.last_stamp, ledger.priorities, ledger.rebuilt = newest, newest, '9876543210', 1
+  ledger.last_at, ledger.last_stamp, ledger.priorities, ledger.rebuilt = newest, newest, 1023, 1
+  ledger.forget_at = 0
   ledger.totals[ENQUEUED_K] = live
   return ledger
 end
@@ -597,36 +606,37 @@ local function read_ledger(queue)
   local ok, read = pcall(cmsgpack.unpack, packed)
   if not ok or type(read) ~= 'table' or type(read[1]) ~= 'number' then return rebuilt_ledger(queue) end
   if read[1] > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. read[1]}) end
-  if #read ~= 12 or type(read[10]) ~= 'table' or #read[10] ~= KINDS then return rebuilt_ledger(queue) end
+  if #read ~= 13 or type(read[10]) ~= 'table' or #read[10] ~= KINDS then return rebuilt_ledger(queue) end
   return {last_at = read[2], last_stamp = read[3], skew = read[4], steps = read[5], paused = read[6], reason = read[7],
-    retrying = read[8], deferred = read[9], totals = read[10], priorities = read[11], rebuilt = read[12]}
+    retrying = read[8], deferred = read[9], totals = read[10], priorities = read[11], forget_at = read[12], rebuilt = read[13]}
 end
 
 local function write_ledger(queue, ledger)
   call('SET', queue .. ':ledger', cmsgpack.pack({LAYOUT, ledger.last_at, ledger.last_stamp, ledger.skew, ledger.steps,
-    ledger.paused, ledger.reason, ledger.retrying, ledger.deferred, ledger.totals, ledger.priorities, ledger.rebuilt}))
+    ledger.paused, ledger.reason, ledger.retrying, ledger.deferred, ledger.totals, ledger.priorities, ledger.forget_at,
+    ledger.rebuilt}))
 end
 
-local function books_of(queue, ledger)
+local function books_of(queue, ledger, opened)
   local time = {last_at = ledger.last_at, last_stamp = ledger.last_stamp, skew = ledger.skew, steps = ledger.steps}
   tick(time)
-  return {queue = queue, ledger = ledger, time = time, now = time.last_at, entries = {}, changed = {}, events = {},
-    notices = {}}
+  return {queue = queue, ledger = ledger, time = time, now = time.last_at, opened = opened, entries = {}, changed = {},
+    events = {}, notices = {}, noted = false}
 end
 
 -- The books of a queue that is there, else nil.
 local function find(queue)
   local ledger = read_ledger(queue)
-  return ledger and books_of(queue, ledger)
+  return ledger and books_of(queue, ledger, 0)
 end
 
 -- The books of a queue, which is made if need be.
 local function open(queue)
   local ledger = read_ledger(queue)
-  if ledger then return books_of(queue, ledger) end
+  if ledger then return books_of(queue, ledger, 0) end
   ledger = new_ledger(queue)
   write_ledger(queue, ledger)
-  return books_of(queue, ledger)
+  return books_of(queue, ledger, 1)
 end
 
 local function count(books, view, by)
@@ -648,29 +658,55 @@ local function entry_of(books, id, raw, run)
   return {id = id, job = job, key = key, score = score, member = member, ran = run and true, view = view_of(job)}
 end
 
+-- The leases of those of these ids that have records.
+local function runs_of(queue, ids, raws)
+  local there, runs = {}, {}
+  for at = 1, #ids do
+    if raws[at] then there[#there + 1] = ids[at] end
+  end
+  if #there == 0 then return runs end
+  local found = call('HMGET', queue .. ':runs', unpack(there))
+  for at = 1, #there do runs[there[at]] = found[at] end
+  return runs
+end
+
+local function enter(books, ids, raws, runs)
+  local entries = books.entries
+  for at = 1, #ids do
+    local id = ids[at]
+    if not entries[id] then entries[id] = raws[at] and entry_of(books, id, raws[at], runs[id]) or {id = id} end
+  end
+end
+
 -- The records of these ids, each read once in a step.
 local function load(books, ids)
-  local raws, runs = call('HMGET', books.queue .. ':jobs', unpack(ids)), call('HMGET', books.queue .. ':runs', unpack(ids))
-  local entries = books.entries
-  for at, id in ipairs(ids) do
-    if not entries[id] then
-      if not raws[at] then
-        entries[id] = {id = id}
-      else
-        local ok, entry = pcall(entry_of, books, id, raws[at], runs[at])
-        entries[id] = ok and entry or damaged_entry(books, id, raws[at], runs[at])
+  local raws = call('HMGET', books.queue .. ':jobs', unpack(ids))
+  local runs = runs_of(books.queue, ids, raws)
+  if not pcall(enter, books, ids, raws, runs) then
+    for at = 1, #ids do
+      local id = ids[at]
+      if not pcall(enter, books, {id}, {raws[at]}, runs) then
+        books.entries[id] = damaged_entry(books, id, raws[at], runs[id])
       end
     end
   end
-  return entries
+  return books.entries
+end
+
+local function listened_to(books)
+  if books.listened == nil then books.listened = call('PUBSUB', 'SHARDNUMSUB', books.queue .. ':events')[2] > 0 end
+  return books.listened
 end
 
 local function note(books, kind, id, generation, run_at, waiters, outcome)
-  books.ledger.totals[kind] = books.ledger.totals[kind] + 1
-  local event = {kind, id, generation, run_at, outcome}
-  books.events[#books.events + 1] = event
+  local totals = books.ledger.totals
+  totals[kind] = totals[kind] + 1
+  books.noted = true
   if MAKES_READY[kind] then books.ready = true end
-  if waiters ~= '' and ENDS_A_WAIT[kind] then books.notices[#books.notices + 1] = {waiters, event} end
+  if listened_to(books) then books.events[#books.events + 1] = {kind, id, generation, run_at} end
+  if waiters ~= '' and ENDS_A_WAIT[kind] then
+    books.notices[#books.notices + 1] = {waiters, {kind, id, generation, run_at, outcome}}
+  end
 end
 
 -- Note what a step did to a record.
@@ -701,43 +737,61 @@ local function mend(books, entry)
 end
 
 local function save(books, entry, writes)
-  local queue, job, key, score, member = books.queue, entry.job, nil, nil, nil
+  local job, ledger, key, score, member = entry.job, books.ledger, nil, nil, nil
   count(books, entry.view, -1)
   if entry.damaged or entry.everywhere then
-    for state = RUNNING, CANCELLED do add_args(writes.zrem, queue .. ':' .. STATES[state], entry.id) end
-    if entry.live then books.ledger.totals[FAILED_K] = books.ledger.totals[FAILED_K] + 1 end
-    if entry.damaged then books.time.last_stamp = max(books.time.last_stamp, entry.job and entry.job.generation or 0) end
+    for state = RUNNING, CANCELLED do
+      local list = list_of(writes.zrem, INDEXES[state])
+      list[#list + 1] = entry.id
+    end
+    if entry.live then ledger.totals[FAILED_K] = ledger.totals[FAILED_K] + 1 end
+    if entry.damaged then books.time.last_stamp = max(books.time.last_stamp, job and job.generation or 0) end
   end
   if job then
     key, score, member = index_of(job)
     count(books, view_of(job), 1)
     if job.changed then
       tidy(job, books.now)
-      add_args(writes.hset, queue .. ':jobs', entry.id, encode(job))
+      local list = writes.jobs
+      list[#list + 1] = entry.id
+      list[#list + 1] = encode(job)
     end
     if job.run then
-      if job.run.changed then add_args(writes.hset, queue .. ':runs', entry.id, encode_run(job.run)) end
+      local list = writes.runs
+      if job.run.changed then
+        list[#list + 1] = entry.id
+        list[#list + 1] = encode_run(job.run)
+      end
     elseif entry.ran then
-      add_args(writes.hdel, queue .. ':runs', entry.id)
+      writes.ended[#writes.ended + 1] = entry.id
     end
     if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
-      add_args(writes.zadd, queue .. key, score, member)
+      local list = list_of(writes.zadd, key)
+      list[#list + 1] = score
+      list[#list + 1] = member
     end
-    if not job.outcome and not job.run and not string.find(books.ledger.priorities, job.priority, 1, true) then
-      books.ledger.priorities = books.ledger.priorities .. job.priority
+    if job.outcome then
+      ledger.forget_at = min(ledger.forget_at, score)
+    elseif not job.run and band(ledger.priorities, PRIORITY_BITS[job.priority]) == 0 then
+      ledger.priorities = ledger.priorities + PRIORITY_BITS[job.priority]
     end
   elseif entry.key or entry.damaged or entry.everywhere then
-    add_args(writes.hdel, queue .. ':jobs', entry.id)
-    if entry.ran then add_args(writes.hdel, queue .. ':runs', entry.id) end
+    writes.gone[#writes.gone + 1] = entry.id
+    if entry.ran then writes.ended[#writes.ended + 1] = entry.id end
   end
-  if entry.key and (entry.key ~= key or entry.member ~= member) then add_args(writes.zrem, queue .. entry.key, entry.member) end
+  if entry.key and (entry.key ~= key or entry.member ~= member) then
+    local list = list_of(writes.zrem, entry.key)
+    list[#list + 1] = entry.member
+  end
 end
 
-local function flush(writes)
-  for key, args in pairs(writes.zrem) do call('ZREM', key, unpack(args)) end
-  for key, args in pairs(writes.hdel) do call('HDEL', key, unpack(args)) end
-  for key, args in pairs(writes.hset) do call('HSET', key, unpack(args)) end
-  for key, args in pairs(writes.zadd) do call('ZADD', key, unpack(args)) end
+local function flush(queue, writes)
+  for key, members in pairs(writes.zrem) do call('ZREM', queue .. key, unpack(members)) end
+  if #writes.gone > 0 then call('HDEL', queue .. ':jobs', unpack(writes.gone)) end
+  if #writes.ended > 0 then call('HDEL', queue .. ':runs', unpack(writes.ended)) end
+  if #writes.jobs > 0 then call('HSET', queue .. ':jobs', unpack(writes.jobs)) end
+  if #writes.runs > 0 then call('HSET', queue .. ':runs', unpack(writes.runs)) end
+  for key, places in pairs(writes.zadd) do call('ZADD', queue .. key, unpack(places)) end
 end
 
 local function pack_event(event)
@@ -748,20 +802,17 @@ end
 
 -- Tell those who listen to the queue, and those who wait for one of its jobs: one message each for the whole step.
 local function publish(books)
-  if #books.events == 0 then return end
-  local channel = books.queue .. ':events'
-  if call('PUBSUB', 'SHARDNUMSUB', channel)[2] > 0 then
+  if #books.events > 0 then
     local packed = {}
-    for at, event in ipairs(books.events) do packed[at] = pack_event({event[1], event[2], event[3], event[4]}) end
-    call('SPUBLISH', channel, table.concat(packed))
+    for at, event in ipairs(books.events) do packed[at] = pack_event(event) end
+    call('SPUBLISH', books.queue .. ':events', table.concat(packed))
   end
   local inboxes = {}
   for _, notice in ipairs(books.notices) do
     local waiters, packed = notice[1], pack_event(notice[2])
-    if waiters == '*' then
-      add_args(inboxes, '*', packed)
-    else
-      for at = 1, #waiters, WAITER_BYTES do add_args(inboxes, sub(waiters, at, at + WAITER_BYTES - 1), packed) end
+    for at = 1, #waiters, WAITER_BYTES do
+      local inbox = list_of(inboxes, sub(waiters, at, at + WAITER_BYTES - 1))
+      inbox[#inbox + 1] = packed
     end
   end
   for client, packed in pairs(inboxes) do call('SPUBLISH', books.queue .. ':to:' .. client, table.concat(packed)) end
@@ -779,10 +830,10 @@ end
 -- Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless it was the
 -- first to see the clock step back.
 local function close(books)
-  if #books.changed > 0 or #books.events > 0 then
-    local writes = {hset = {}, hdel = {}, zadd = {}, zrem = {}}
-    for _, entry in ipairs(books.changed) do save(books, entry, writes) end
-    flush(writes)
+  if #books.changed > 0 or books.noted then
+    local writes = {jobs = {}, runs = {}, gone = {}, ended = {}, zadd = {}, zrem = {}}
+    for at = 1, #books.changed do save(books, books.changed[at], writes) end
+    flush(books.queue, writes)
     keep_time(books)
     write_ledger(books.queue, books.ledger)
     publish(books)
@@ -796,7 +847,7 @@ end
 -- What the indexes know
 
 local function upto(books, state, limit)
-  return call('ZRANGEBYSCORE', books.queue .. ':' .. STATES[state], '-inf', books.now, 'LIMIT', 0, limit)
+  return call('ZRANGEBYSCORE', books.queue .. INDEXES[state], '-inf', books.now, 'LIMIT', 0, limit)
 end
 
 local function first_score(key)
@@ -806,7 +857,7 @@ end
 local function priorities_of(books)
   local found = {}
   for priority = 9, 0, -1 do
-    if string.find(books.ledger.priorities, priority, 1, true) then found[#found + 1] = priority end
+    if band(books.ledger.priorities, PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
   end
   return found
 end
@@ -814,7 +865,7 @@ end
 local function next_run_at(books)
   local first
   for _, priority in ipairs(priorities_of(books)) do
-    local score = first_score(books.queue .. ':w' .. priority)
+    local score = first_score(books.queue .. WAITING_INDEXES[priority])
     if score and (not first or score < first) then first = score end
   end
   return first
@@ -867,14 +918,26 @@ local function sweep(books, limit, worker)
   return overdue, stalled, #ids == limit
 end
 
+-- When the first finished record may have to be forgotten: the ledger's word is never too late, and seldom too early.
+local function find_forget_at(books)
+  books.ledger.forget_at = NEVER
+  for state = COMPLETED, CANCELLED do
+    books.ledger.forget_at = min(books.ledger.forget_at, first_score(books.queue .. INDEXES[state]) or NEVER)
+  end
+end
+
 local function sweep_forgotten(books, limit)
+  if books.now < books.ledger.forget_at then return 0 end
   local ids = {}
   for state = COMPLETED, CANCELLED do
     if #ids < limit then
       for _, id in ipairs(upto(books, state, limit - #ids)) do ids[#ids + 1] = id end
     end
   end
-  if #ids == 0 then return 0 end
+  if #ids == 0 then
+    find_forget_at(books)
+    return 0
+  end
   local entries = load(books, ids)
   for _, id in ipairs(ids) do
     local entry = entries[id]
@@ -900,7 +963,8 @@ end
 
 local function enqueue_all(books, ids, requests, replies, outcomes)
   local entries = load(books, ids)
-  for at, id in ipairs(ids) do
+  for at = 1, #ids do
+    local id = ids[at]
     local entry = entries[id]
     local after, placed, generation, state, kind = enqueue(entry.job, requests(at), books.time)
     put(books, entry, after, kind)
@@ -921,7 +985,7 @@ end
 local VERBS, REPEATS = {}, {}
 
 function VERBS.enqueue()
-  local ids, heads, opened = {}, {}, call('EXISTS', QUEUE .. ':ledger') == 0
+  local ids, heads = {}, {}
   for at = 4, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
   local books = open(QUEUE)
   sweep_forgotten(books, FORGET_ON_ENQUEUE)
@@ -938,7 +1002,7 @@ function VERBS.enqueue()
     return request
   end, replies, outcomes)
   close(books)
-  return {opened and 1 or 0, table.concat(replies), outcomes}
+  return {books.opened, table.concat(replies), outcomes}
 end
 
 REPEATS.enqueue = with_outcomes
@@ -951,14 +1015,15 @@ end
 local function due(books, limit)
   local found, wrong = {}, {}
   for _, priority in ipairs(priorities_of(books)) do
-    local key = books.queue .. ':w' .. priority
+    local index = WAITING_INDEXES[priority]
+    local key = books.queue .. index
     local members = #found < limit and call('ZRANGEBYSCORE', key, '-inf', books.now, 'LIMIT', 0, limit - #found) or {}
     local ids = {}
-    for at, member in ipairs(members) do ids[at] = sub(member, 9) end
+    for at = 1, #members do ids[at] = sub(members[at], 9) end
     local entries = #ids > 0 and load(books, ids)
-    for at, id in ipairs(ids) do
-      local entry = entries[id]
-      if entry.damaged or not entry.job or entry.member ~= members[at] or entry.key ~= ':w' .. priority then
+    for at = 1, #ids do
+      local entry = entries[ids[at]]
+      if entry.damaged or not entry.job or entry.member ~= members[at] or entry.key ~= index then
         call('ZREM', key, members[at])
         wrong[#wrong + 1] = entry
       elseif misplaced(entry.job, books.time) then
@@ -994,7 +1059,8 @@ function VERBS.claim()
   local limit, worker, lease_ms = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
   local books = find(QUEUE)
   if not books then return {WALL, -1, -1, 0, {}, ''} end
-  sweep(books, SWEEP_ON_CLAIM)
+  local sweep_at = next_sweep_at(books)
+  if sweep_at and sweep_at <= books.now then sweep(books, SWEEP_ON_CLAIM) end
   sweep_forgotten(books, SWEEP_ON_CLAIM)
   if #books.changed > 0 then
     close(books)
@@ -1004,7 +1070,8 @@ function VERBS.claim()
   if books.ledger.paused == 0 then
     local found
     books, found = due_in_place(books, limit)
-    for _, entry in ipairs(found) do
+    for at = 1, #found do
+      local entry = found[at]
       local raw = entry.job.raw
       size = size + #raw - entry.job.payload_at + 1
       if #fences > 0 and size > MAX_CALL_BYTES then break end
@@ -1066,7 +1133,8 @@ function VERBS.settle()
   for at = 5, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
   local books = find(QUEUE)
   local entries = books and load(books, ids)
-  for at, id in ipairs(ids) do
+  for at = 1, #ids do
+    local id = ids[at]
     local settlement = read_settlement(ARGV[4 * at + 2], ARGV[4 * at + 3], ARGV[4 * at + 4])
     local entry = books and entries[id]
     if not entry or not holds(entry.job, worker, settlement.fence) then
@@ -1085,11 +1153,11 @@ function VERBS.settle()
   local opened = 0
   if #follow_ups > 0 then
     local companion, companion_ids = QUEUE .. '/failed', {}
-    opened = 1 - call('EXISTS', companion .. ':ledger')
     for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
     local companion_books = open(companion)
     enqueue_all(companion_books, companion_ids, function(at) return follow_ups[at] end, {}, {})
     close(companion_books)
+    opened = companion_books.opened
   end
   return {opened, table.concat(replies)}
 end
@@ -1182,7 +1250,7 @@ end
 local function purge_waiting(books, limit)
   local done = 0
   for _, priority in ipairs(priorities_of(books)) do
-    if done < limit then done = done + purge_index(books, ':w' .. priority, limit - done) end
+    if done < limit then done = done + purge_index(books, WAITING_INDEXES[priority], limit - done) end
   end
   return done
 end
@@ -1208,8 +1276,8 @@ end
 local function drop(queue, ledger)
   call('SET', queue .. ':floor', string.format('%.0f', ledger.last_stamp), 'PX', FLOOR_KEPT_MS)
   local keys = {queue .. ':ledger', queue .. ':jobs', queue .. ':runs', queue .. ':wake'}
-  for priority = 0, 9 do keys[#keys + 1] = queue .. ':w' .. priority end
-  for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. ':' .. STATES[state] end
+  for priority = 0, 9 do keys[#keys + 1] = queue .. WAITING_INDEXES[priority] end
+  for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. INDEXES[state] end
   call('UNLINK', unpack(keys))
 end
 
@@ -1220,7 +1288,7 @@ function VERBS.purge()
   if string.find(wanted, WAITING, 1, true) then done = purge_waiting(books, limit) end
   for state = COMPLETED, CANCELLED do
     if done < limit and string.find(wanted, state, 1, true) then
-      done = done + purge_index(books, ':' .. STATES[state], limit - done)
+      done = done + purge_index(books, INDEXES[state], limit - done)
     end
   end
   if done < limit and string.find(wanted, RUNNING, 1, true) then done = done + ask_to_cancel(books, limit - done) end
@@ -1294,7 +1362,7 @@ function VERBS.stats()
   if not ledger then return false end
   local ready, scheduled, oldest = 0, 0, now
   for priority = 0, 9 do
-    local key = QUEUE .. ':w' .. priority
+    local key = QUEUE .. WAITING_INDEXES[priority]
     local due_here = call('ZCOUNT', key, '-inf', now)
     ready, scheduled = ready + due_here, scheduled + call('ZCARD', key) - due_here
     if due_here > 0 then
@@ -1305,7 +1373,7 @@ function VERBS.stats()
   end
   local sizes, past = {}, {}
   for state = RUNNING, CANCELLED do
-    local key = QUEUE .. ':' .. STATES[state]
+    local key = QUEUE .. INDEXES[state]
     sizes[#sizes + 1], past[#past + 1] = call('ZCARD', key), call('ZCOUNT', key, '-inf', now)
   end
   return {now, ready, scheduled, oldest, sizes, past, ledger.retrying, ledger.deferred, ledger.paused, ledger.reason,

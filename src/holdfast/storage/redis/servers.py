@@ -7,10 +7,10 @@ retries are off: a call may be repeated only by someone who numbers it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any, Protocol, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
+import hiredis
 from redis.asyncio import Connection, Redis, RedisCluster
 from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
-from holdfast.storage.redis.wire import Argument, Link, Reply, Wire
+from holdfast.storage.redis.wire import NOTHING, Argument, Link, Reply, ServerError, Wire, new_reader, packed
 
 CONNECT_S = 5.0
 """How long one attempt to connect may take, name look-up and handshake included."""
@@ -33,13 +33,33 @@ OURS = ("timeout", "eviction")
 
 
 class _Line:
-    """What a redis-py connection lacks for our use: to write without waiting, and to read whatever comes next."""
+    """What a redis-py connection lacks for our use: to write without waiting, to read whatever comes next, and to be
+    taken over once it is open."""
 
-    def write(self, data: Sequence[bytes]) -> None:
-        self._writer.writelines(data)  # type: ignore[attr-defined] # pyright: ignore
+    _writer: asyncio.StreamWriter
+    _reader: asyncio.StreamReader
+    _taken: asyncio.StreamWriter
+    _replies: hiredis.Reader | None = None
+
+    def write(self, *args: Argument) -> None:
+        self._writer.write(packed(args))
 
     async def read(self) -> Reply:
-        return await self._parser.read_response(disable_decoding=True)  # type: ignore[attr-defined] # pyright: ignore
+        if self._replies is None:
+            self._replies = new_reader()
+        while (reply := self._replies.gets()) is NOTHING:
+            data = await self._reader.read(65536)
+            if not data:
+                raise LinkError("the connection was closed")
+            self._replies.feed(data)
+        return reply
+
+    def attach(self, protocol: asyncio.Protocol) -> asyncio.WriteTransport:
+        self._taken = self._writer  # To keep it: it closes its transport when nobody does.
+        self._writer = self._reader = None  # type: ignore[assignment] # pyright: ignore
+        transport = self._taken.transport
+        transport.set_protocol(protocol)
+        return transport
 
 
 def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> Link:
@@ -57,7 +77,7 @@ def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> Link:
     }
     if not issubclass(kind, Connection):
         del ours["socket_keepalive"]
-    line = type("Line", (_Line, kind), {"__slots__": ()})
+    line = type("Line", (_Line, kind), {})
     return cast(Link, line(**{**options, **ours}))
 
 
@@ -166,9 +186,9 @@ class ClusterServers:
         """Send a command to the node that a slot is being moved to."""
         wire = self._wire_to(address)
         if library is not None:
-            await asyncio.gather(wire.send(("FUNCTION", "LOAD", library), deadline), return_exceptions=True)
-        asking = wire.send(("ASKING",), deadline)
-        reply = await wire.send(args, deadline)
+            await asyncio.gather(wire.call(("FUNCTION", "LOAD", library), deadline), return_exceptions=True)
+        asking = wire.call(("ASKING",), deadline)
+        reply = await wire.call(args, deadline)
         await asking
         return reply
 
@@ -221,7 +241,7 @@ class ClusterServers:
             try:
                 link = await self._link_to(address)
                 try:
-                    link.write(link.pack_command("CLUSTER", "SLOTS"))
+                    link.write("CLUSTER", "SLOTS")
                     async with asyncio.timeout(CONNECT_S):
                         reply: Any = await link.read()
                 finally:
@@ -244,6 +264,12 @@ def _slots(reply: list[Any], asked: Address) -> list[tuple[int, int, Address]]:
         host = master[0].decode() if master[0] else asked[0]
         slots.append((first, last, (host or asked[0], master[1])))
     return slots
+
+
+def address_in(error: ServerError) -> Address:
+    """The node that an ASK or MOVED names."""
+    host, _, port = str(error).rsplit(" ", 1)[-1].rpartition(":")
+    return host, int(port)
 
 
 def find(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
