@@ -183,7 +183,9 @@ class _Connection:
     async def abort(self) -> None:
         for writer in (self.to_client, self.to_server):
             if writer is not None:
-                writer.transport.abort()
+                # A transport that sent its last bytes after `close` has forgotten its loop, and fails to abort.
+                if writer.get_extra_info("socket").fileno() >= 0:
+                    writer.transport.abort()
                 with suppress(OSError):
                     await writer.wait_closed()
 

@@ -1,9 +1,10 @@
-"""Every test that takes a `stage` runs once per storage, on a clock of its own, and ends with a clean audit."""
+"""Every test that takes a `stage` runs once per storage, on a clock of its own, and ends with a clean audit. A module
+with `STORAGES` is only for the storages that it names."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "harness" in metafunc.fixturenames:
         wanted: list[str] = metafunc.config.getoption("--storage")
         harnesses = [_load(name) for name in wanted] or HARNESSES
+        only: tuple[str, ...] | None = getattr(metafunc.module, "STORAGES", None)
+        harnesses = [harness for harness in harnesses if only is None or harness.name in only]
         metafunc.parametrize("harness", harnesses, ids=lambda harness: harness.name)
 
 
@@ -33,6 +36,13 @@ def _load(name: str) -> Harness:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+@pytest.fixture(autouse=True)
+def nothing_without_an_owner() -> Iterator[None]:
+    """Made before all storages, so the last to look when they are closed."""
+    yield
+    assert [text for harness in HARNESSES for text in harness.clear()] == []
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from holdfast.clock import ManualClock
 from holdfast.storage import Storage, connect
 from tests import servers
+from tests.storage import keyspace
 
 
 class Harness(Protocol):
@@ -19,6 +20,10 @@ class Harness(Protocol):
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         """A storage that is empty, or that has what an earlier one on the same folder left."""
+        ...
+
+    def clear(self) -> list[str]:
+        """After a test, when all is closed: what was left behind that has no owner. Then everything is gone."""
         ...
 
 
@@ -32,12 +37,18 @@ class MemoryHarness:
         name = self._names.setdefault(folder, uuid.uuid4().hex)
         return connect(f"memory://{name}", clock=clock)
 
+    def clear(self) -> list[str]:
+        return []
+
 
 class SqliteHarness:
     name = "sqlite"
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         return connect(f"sqlite:///{folder}/jobs.db", clock=clock)
+
+    def clear(self) -> list[str]:
+        return []
 
 
 class RedisHarness:
@@ -52,6 +63,11 @@ class RedisHarness:
         assert server is not None
         namespace = self._namespaces.setdefault(folder, uuid.uuid4().hex)
         return connect(server.url, clock=clock, namespace=namespace)
+
+    def clear(self) -> list[str]:
+        namespaces, self._namespaces = list(self._namespaces.values()), {}
+        server = servers.shared(self.name) if namespaces else None
+        return [text for namespace in namespaces for text in keyspace.clear(server, namespace)] if server else []
 
 
 HARNESSES: list[Harness] = [MemoryHarness(), SqliteHarness(), RedisHarness("valkey")]

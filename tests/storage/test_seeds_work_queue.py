@@ -17,7 +17,10 @@ from holdfast.errors import OptionError
 from holdfast.jobs import Job, Placed, Settled, State, new_id
 from holdfast.storage import audit
 from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.redis import RedisStorage
 from holdfast.storage.sqlite import SqliteStorage
+from tests.storage.behind import RedisSaboteur
+from tests.storage.harness import Harness
 from tests.storage.stage import Stage
 
 # Adding
@@ -168,11 +171,11 @@ LOST_WAITING, LOST_RUNNING, IN_BOTH = "lost from the line", "lost from the lease
 
 
 @pytest.mark.parametrize("harm", [LOST_WAITING, LOST_RUNNING, IN_BOTH])
-async def test_repair_puts_a_job_back_where_its_record_says(stage: Stage, harm: str) -> None:
+async def test_repair_puts_a_job_back_where_its_record_says(stage: Stage, harness: Harness, harm: str) -> None:
     await stage.enqueue("running", b"1")
     running = await stage.claim_one(lease=10)
     await stage.enqueue("waiting", b"2")
-    _harm(stage, harm)
+    _harm(stage, harness, harm)
     assert (await audit(stage.storage, "q")).problems != []
     await audit(stage.storage, "q", repair=True)
     assert await stage.problems() == []
@@ -182,7 +185,7 @@ async def test_repair_puts_a_job_back_where_its_record_says(stage: Stage, harm: 
     assert [job.id for job in await stage.claim(10)] == ["running"]
 
 
-def _harm(stage: Stage, harm: str) -> None:
+def _harm(stage: Stage, harness: Harness, harm: str) -> None:
     """Break an index behind the storage's back, as a crash between two commands of Redis Work Queue would."""
     match stage.storage:
         case MemoryStorage() as storage:
@@ -199,6 +202,12 @@ def _harm(stage: Stage, harm: str) -> None:
             }
             with contextlib.closing(sqlite3.connect(storage.path)) as db, db:
                 assert db.execute(f"UPDATE holdfast_jobs SET {change[harm]}").rowcount == 1
+        case RedisStorage() as storage:
+            saboteur = RedisSaboteur(storage, harness.name)
+            if harm == IN_BOTH:
+                saboteur.double("running")
+            else:
+                saboteur.lose("waiting" if harm == LOST_WAITING else "running")
         case _:
             pytest.skip("nobody knows how to break this storage")
 

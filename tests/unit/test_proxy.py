@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Self
 
 import hiredis
@@ -267,20 +268,27 @@ async def test_a_server_that_dies_ends_its_connections() -> None:
 
 
 async def test_it_closes_with_everything_still_under_way(server: Server) -> None:
-    async with Proxy(server.port) as proxy:
-        proxy.before = lambda exchange: {"INCR": "hold", "DECR": "stall"}.get(exchange.name, "pass")
-        clients = [Client(proxy.port) for _ in range(5)]
-        for client in clients:
-            await client.__aenter__()
-        clients[0].send(["INCR", "n"])
-        clients[1].send(["DECR", "n"])
-        clients[2].send(["BLPOP", "list", "0"])
-        clients[3].send(["SET", "big", bytes(8_000_000)], *[["GET", "big"]] * 5)  # and reads none of it
-        await until(lambda: len(proxy.log) == 9)
-    for client in clients:
-        await client.__aexit__()
+    async with AsyncExitStack() as clients:
+        async with Proxy(server.port) as proxy:
+            proxy.before = lambda exchange: {"INCR": "hold", "DECR": "stall"}.get(exchange.name, "pass")
+            held, stalled, blocked, deaf, _ = [await clients.enter_async_context(Client(proxy.port)) for _ in range(5)]
+            held.send(["INCR", "n"])
+            stalled.send(["DECR", "n"])
+            blocked.send(["BLPOP", "list", "0"])
+            deaf.send(["SET", "big", bytes(8_000_000)], *[["GET", "big"]] * 5)  # and reads none of it
+            await until(lambda: len(proxy.log) == 9)
     with pytest.raises(ConnectionRefusedError):
         await Client(proxy.port).__aenter__()
+
+
+async def test_it_closes_after_a_closed_connection_sent_its_last_bytes(server: Server) -> None:
+    server.command("SET", "big", bytes(8_000_000))
+    async with AsyncExitStack() as clients:
+        async with Proxy(server.port) as proxy:
+            client = await clients.enter_async_context(Client(proxy.port))
+            proxy.rule = on("GET", "half")
+            client.send(["GET", "big"])
+            assert len(await client.reader.read()) > 4_000_000
 
 
 @pytest.mark.parametrize("hook", ["before", "rule"])

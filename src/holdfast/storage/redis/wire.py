@@ -69,8 +69,8 @@ def new_reader() -> hiredis.Reader:
 
 
 def packed(args: tuple[Argument, ...]) -> bytes:
-    data: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]
-    return data
+    pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
+    return pack(args)
 
 
 class Feed(asyncio.Protocol):
