@@ -6,7 +6,7 @@ storage/__init__.py. Payloads, results and errors are bytes that nothing here lo
 
 KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag.
 
-  {ns/q}:ledger     string  what the queue knows of itself: see `open`
+  {ns/q}:ledger     string  what the queue knows of itself: see LEDGER
   {ns/q}:jobs       hash    id -> record
   {ns/q}:runs       hash    id -> the lease of a running job, and what may only exist while it runs
   {ns/q}:w0 .. :w9  zset    waiting, one per priority: arrival (8 bytes, big-endian) and id, by run_at
@@ -20,7 +20,8 @@ KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUE
   {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by when that expires
   {ns}:layout       string  the layout version (kept by the client)
 
-RECORD. Little-endian; times and stamps are microseconds in 8 bytes; `n + 1` with 0 for none.
+RECORD. Times and stamps are microseconds in 8 bytes; `n + 1` with 0 for none. Little-endian, but for the first line: there
+a plain record has the very bytes that its entry among the waiting begins with.
 
   flags B  priority B  generation I8  run_at I8
   [LONG]      arrival I8  wall_at I8  attempts I4 retries I4 stalls I4 timeouts I4  keep_ms+1 I8  keep_until_at I8
@@ -36,6 +37,8 @@ TERMS     result_ttl_ms+1 I8, and the rest of the work's options, which only cli
 RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
 NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
           #terms I2  terms  payload
+LEDGER    layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying I8
+          deferred I8  the totals of the fifteen kinds I8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
 local LAYOUT = 1
@@ -57,14 +60,14 @@ local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enque
 local KEEPS, TAKES, IF_LATER, IF_EARLIER = 0, 1, 2, 3 -- rules for run_at
 local NOW, DELAY, WALL_TIME = 0, 1, 2 -- how a request says when
 local COMPLETE, FAIL, RETRY, RELEASE = 1, 2, 3, 4 -- settlements
-local ENQUEUED_K, UPDATED_K, DEFERRED_K, CLAIMED_K, COMPLETED_K, FAILED_K, CANCELLED_K, CANCEL_ASKED_K, RETRIED_K,
-  TIMED_OUT_K, STALLED_K, RELEASED_K, PROMOTED_K, FORGOTTEN_K, PURGED_K = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+local KIND = {ENQUEUED = 1, UPDATED = 2, DEFERRED = 3, CLAIMED = 4, COMPLETED = 5, FAILED = 6, CANCELLED = 7, CANCEL_ASKED = 8,
+  RETRIED = 9, TIMED_OUT = 10, STALLED = 11, RELEASED = 12, PROMOTED = 13, FORGOTTEN = 14, PURGED = 15}
 local KINDS = 15
-local ENDS = {[COMPLETED_K] = true, [FAILED_K] = true, [CANCELLED_K] = true, [PURGED_K] = true}
-local ENDS_A_WAIT = {[COMPLETED_K] = true, [FAILED_K] = true, [CANCELLED_K] = true, [PURGED_K] = true,
-  [CANCEL_ASKED_K] = true, [FORGOTTEN_K] = true}
-local MAKES_READY = {[ENQUEUED_K] = true, [PROMOTED_K] = true, [UPDATED_K] = true, [RETRIED_K] = true,
-  [TIMED_OUT_K] = true, [STALLED_K] = true, [RELEASED_K] = true}
+local ENDS = {[KIND.COMPLETED] = true, [KIND.FAILED] = true, [KIND.CANCELLED] = true, [KIND.PURGED] = true}
+local ENDS_A_WAIT = {[KIND.COMPLETED] = true, [KIND.FAILED] = true, [KIND.CANCELLED] = true, [KIND.PURGED] = true,
+  [KIND.CANCEL_ASKED] = true, [KIND.FORGOTTEN] = true}
+local MAKES_READY = {[KIND.ENQUEUED] = true, [KIND.PROMOTED] = true, [KIND.UPDATED] = true, [KIND.RETRIED] = true,
+  [KIND.TIMED_OUT] = true, [KIND.STALLED] = true, [KIND.RELEASED] = true}
 
 local MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
@@ -81,30 +84,34 @@ end
 
 -- The time of a queue: clock.py
 
+local LAST_AT, LAST_STAMP, SKEW, PAUSED, REBUILT, PRIORITIES, FORGET_AT, RETRYING, DEFERRED_JOBS, TOTALS, STEPS, REASON =
+  2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 26, 27
+-- Where a ledger has what. The total of a kind is at TOTALS + kind. A queue's time is in its ledger: the first three.
+
 local function tick(time)
-  if WALL + time.skew < time.last_at - STEP_BACK_US then
-    local peak, higher = time.last_at - time.skew, {}
-    for _, step in ipairs(time.steps) do
+  if WALL + time[SKEW] < time[LAST_AT] - STEP_BACK_US then
+    local peak, higher = time[LAST_AT] - time[SKEW], {}
+    for _, step in ipairs(time[STEPS]) do
       if step[2] > peak then higher[#higher + 1] = step end
     end
-    higher[#higher + 1] = {time.last_stamp, peak}
+    higher[#higher + 1] = {time[LAST_STAMP], peak}
     if #higher > MAX_STEPS then table.remove(higher, 1) end
-    time.steps, time.skew = higher, time.last_at - WALL
+    time[STEPS], time[SKEW] = higher, time[LAST_AT] - WALL
   end
-  time.last_at = max(WALL + time.skew, time.last_at)
+  time[LAST_AT] = max(WALL + time[SKEW], time[LAST_AT])
 end
 
 local function stamp(time)
-  time.last_stamp = max(time.last_at, time.last_stamp + 1)
-  return time.last_stamp
+  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP] + 1)
+  return time[LAST_STAMP]
 end
 
 local function place(time, run_at, wall_at, set_at)
   if wall_at == 0 then return run_at end
-  for _, step in ipairs(time.steps) do
+  for _, step in ipairs(time[STEPS]) do
     if set_at <= step[1] and wall_at <= step[2] then return run_at end
   end
-  return wall_at + time.skew
+  return wall_at + time[SKEW]
 end
 
 -- Records
@@ -198,7 +205,7 @@ local function encode(job)
   end
   if job.terms ~= '' then flags, middle = flags + TERMS, middle .. pack('<I2', #job.terms) .. job.terms end
   local payload = job.has_payload and (job.payload or sub(job.raw, job.payload_at)) or ''
-  return pack('<BBI8I8', flags, job.priority, job.generation, job.run_at) .. middle .. payload
+  return pack('>BBI8I8', flags, job.priority, job.generation, job.run_at) .. middle .. payload
 end
 
 local function decode_long(job, raw, at)
@@ -221,7 +228,7 @@ local BLANK = {__index = {wall_at = 0, attempts = 0, retries = 0, stalls = 0, ti
   waiters = '', terms = ''}}
 
 local function decode(id, raw, run)
-  local flags, priority, generation, run_at, at = unpack_from('<BBI8I8', raw)
+  local flags, priority, generation, run_at, at = unpack_from('>BBI8I8', raw)
   if flags < MARK or flags >= MARK + 32 or priority > 9 then error('garbled') end
   local job = setmetatable({id = id, raw = raw, priority = priority, generation = generation, run_at = run_at,
     arrival = generation, payload_at = at, named = band(flags, NAMED) ~= 0, has_payload = band(flags, PAYLOAD) ~= 0}, BLANK)
@@ -283,9 +290,9 @@ local function waited_for(job, request, now)
 end
 
 local function due_of(request, time, at)
-  if request.when == WALL_TIME then return {run_at = request.at + time.skew, arrival = at, wall_at = request.at} end
+  if request.when == WALL_TIME then return {run_at = request.at + time[SKEW], arrival = at, wall_at = request.at} end
   local delay_ms = request.when == DELAY and request.at or 0
-  return {run_at = time.last_at + 1000 * delay_ms, arrival = at, wall_at = 0}
+  return {run_at = time[LAST_AT] + 1000 * delay_ms, arrival = at, wall_at = 0}
 end
 
 -- Of two times, both as the corrected clock has them, the one that a rule takes.
@@ -327,17 +334,17 @@ local function start(job, request, time, at)
   started.generation = at
   if job then started.previous = job.outcome end
   if request.when == NOW then
-    started.run_at, started.arrival = time.last_at, at
+    started.run_at, started.arrival = time[LAST_AT], at
   else
     set_due(started, due_of(request, time, at))
   end
-  waited_for(started, request, time.last_at)
-  return started, NEW, at, job and job.outcome.state or 0, ENQUEUED_K
+  waited_for(started, request, time[LAST_AT])
+  return started, NEW, at, job and job.outcome.state or 0, KIND.ENQUEUED
 end
 
 local function enqueue_on_finished(job, request, time, at)
   local outcome = job.outcome
-  if not request.updates and outcome.state == COMPLETED and time.last_at < outcome.dedup_at then
+  if not request.updates and outcome.state == COMPLETED and time[LAST_AT] < outcome.dedup_at then
     return job, CACHED, outcome.generation, outcome.state
   end
   local takes_stored = request.updates and not request.takes_payload and job.has_payload
@@ -347,11 +354,11 @@ end
 
 local function update_waiting(job, request, time, at)
   set_due(job, choose(request.rule, job, due_of(request, time, at), time))
-  waited_for(job, request, time.last_at)
+  waited_for(job, request, time[LAST_AT])
   if request.takes_payload then set_work(job, request) end
   job.generation, job.changed = at, true
   if request.resets_counts then reset_counts(job) end
-  return job, UPDATED, at, WAITING, UPDATED_K
+  return job, UPDATED, at, WAITING, KIND.UPDATED
 end
 
 local function update_running(job, request, time, at)
@@ -367,21 +374,21 @@ local function update_running(job, request, time, at)
     following.resets_counts = old.resets_counts or request.resets_counts
   end
   set_due(following, due)
-  waited_for(job, request, time.last_at)
+  waited_for(job, request, time[LAST_AT])
   job.run.next, job.run.changed = following, true
-  return job, DEFERRED, at, RUNNING, DEFERRED_K
+  return job, DEFERRED, at, RUNNING, KIND.DEFERRED
 end
 
 local function enqueue(job, request, time)
   local at = stamp(time)
-  if job and forgotten(job, time.last_at) then job = nil end
+  if job and forgotten(job, time[LAST_AT]) then job = nil end
   if not job then
     if not request.payload then return nil, 0, 0, 0 end
     return start(nil, request, time, at)
   end
   if job.outcome then return enqueue_on_finished(job, request, time, at) end
   if not request.updates or not request.payload then
-    waited_for(job, request, time.last_at)
+    waited_for(job, request, time[LAST_AT])
     return job, DUPLICATE, job.generation, state_of(job)
   end
   if job.run then return update_running(job, request, time, at) end
@@ -422,7 +429,7 @@ local function finish(job, outcome, kind, now)
     set_due(promoted, following)
     promoted.generation = following.generation
     promoted.previous = remembered and outcome or job.previous
-    return promoted, kind, PROMOTED_K, outcome
+    return promoted, kind, KIND.PROMOTED, outcome
   end
   if not remembered then return nil, kind end
   if outcome.state == COMPLETED then job.has_payload = false end
@@ -434,12 +441,12 @@ local function cancel(job, now)
   if not job or forgotten(job, now) then return job, 'm' end
   if job.outcome then return job, 'f' end
   if not job.run then
-    local after, kind, _, outcome = finish(job, cancelled(job, now), CANCELLED_K, now)
+    local after, kind, _, outcome = finish(job, cancelled(job, now), KIND.CANCELLED, now)
     return after, 'c', kind, outcome
   end
   if job.run.cancel_asked and not job.run.next then return job, 'a' end
   job.run.cancel_asked, job.run.next, job.run.changed = true, nil, true
-  return job, 'a', CANCEL_ASKED_K
+  return job, 'a', KIND.CANCEL_ASKED
 end
 
 local function keep(job, ttl_ms, at_least, client, now)
@@ -465,10 +472,10 @@ local function keep(job, ttl_ms, at_least, client, now)
 end
 
 local function claim(job, worker, lease_ms, time)
-  job.run = {worker = worker, fence = stamp(time), lease_ms = lease_ms, until_at = time.last_at + 1000 * lease_ms,
+  job.run = {worker = worker, fence = stamp(time), lease_ms = lease_ms, until_at = time[LAST_AT] + 1000 * lease_ms,
     changed = true}
   job.attempts = job.attempts + 1
-  return job, CLAIMED_K
+  return job, KIND.CLAIMED
 end
 
 local function follow_clock(job, time)
@@ -502,39 +509,39 @@ local function counted(job, retry, time)
   job[retry.counts] = job[retry.counts] + 1
   job.error, job.arrival = retry.error, stamp(time)
   if retry.run_at > 0 then
-    job.run_at, job.wall_at = retry.run_at + time.skew, retry.run_at
+    job.run_at, job.wall_at = retry.run_at + time[SKEW], retry.run_at
   else
-    job.run_at, job.wall_at = time.last_at + 1000 * retry.delay_ms, 0
+    job.run_at, job.wall_at = time[LAST_AT] + 1000 * retry.delay_ms, 0
   end
 end
 
-local RETRY_KINDS = {retries = RETRIED_K, stalls = STALLED_K, timeouts = TIMED_OUT_K}
+local RETRY_KINDS = {retries = KIND.RETRIED, stalls = KIND.STALLED, timeouts = KIND.TIMED_OUT}
 
 local function settle(job, settlement, time)
-  local now = time.last_at
-  if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), COMPLETED_K, now) end
-  if job.run.cancel_asked then return finish(job, cancelled(job, now), CANCELLED_K, now) end
-  if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), FAILED_K, now) end
-  if settlement.kind == RELEASE then return again(job, RELEASED_K, time) end
+  local now = time[LAST_AT]
+  if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), KIND.COMPLETED, now) end
+  if job.run.cancel_asked then return finish(job, cancelled(job, now), KIND.CANCELLED, now) end
+  if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), KIND.FAILED, now) end
+  if settlement.kind == RELEASE then return again(job, KIND.RELEASED, time) end
   counted(job, settlement, time)
   return again(job, RETRY_KINDS[settlement.counts], time)
 end
 
 local function take_back(job, time)
   local run = job.run
-  if run.cancel_asked then return finish(job, cancelled(job, time.last_at), CANCELLED_K, time.last_at) end
+  if run.cancel_asked then return finish(job, cancelled(job, time[LAST_AT]), KIND.CANCELLED, time[LAST_AT]) end
   job.stalls = job.stalls + 1
   if job.stalls >= 2 then
     local delay_ms = min(run.lease_ms * 2 ^ min(job.stalls - 2, 30), MAX_STALL_DELAY_MS)
-    job.run_at, job.arrival, job.wall_at = time.last_at + 1000 * delay_ms, stamp(time), 0
+    job.run_at, job.arrival, job.wall_at = time[LAST_AT] + 1000 * delay_ms, stamp(time), 0
   end
-  return again(job, STALLED_K, time)
+  return again(job, KIND.STALLED, time)
 end
 
 local function expire(job, time)
   local run = job.run
   if not run.overdue then
-    run.overdue, run.until_at, run.changed = true, time.last_at + 500 * run.lease_ms, true
+    run.overdue, run.until_at, run.changed = true, time[LAST_AT] + 500 * run.lease_ms, true
     return job
   end
   return take_back(job, time)
@@ -549,8 +556,8 @@ local function index_of(job)
 end
 
 local function view_of(job)
-  if job.run then return job.run.next and 'deferred' end
-  return job.retries > 0 and not job.outcome and 'retrying'
+  if job.run then return job.run.next and DEFERRED_JOBS end
+  return job.retries > 0 and not job.outcome and RETRYING
 end
 
 local function list_of(lists, key)
@@ -562,11 +569,13 @@ local function list_of(lists, key)
   return list
 end
 
+local NO_STEPS = {}
+
 local function new_ledger(queue)
-  local totals = {}
-  for kind = 1, KINDS do totals[kind] = 0 end
-  return {last_at = 0, last_stamp = tonumber(call('GET', queue .. ':floor') or 0), skew = 0, steps = {}, paused = 0,
-    reason = '', retrying = 0, deferred = 0, totals = totals, priorities = 0, forget_at = NEVER, rebuilt = 0}
+  local ledger = {LAYOUT, 0, tonumber(call('GET', queue .. ':floor') or 0), 0, 0, 0, 0, NEVER, 0, 0}
+  for kind = 1, KINDS do ledger[TOTALS + kind] = 0 end
+  ledger[STEPS], ledger[REASON] = NO_STEPS, ''
+  return ledger
 end
 
 local function newest_stamp(job)
@@ -580,7 +589,7 @@ end
 -- A ledger that cannot be read is made anew from all the records: the one step that is as long as the queue.
 local function rebuilt_ledger(queue)
   local ledger, cursor = new_ledger(queue), '0'
-  local newest, live = max(WALL, ledger.last_stamp), 0
+  local newest, live = max(WALL, ledger[LAST_STAMP]), 0
   repeat
     local page = call('HSCAN', queue .. ':jobs', cursor, 'COUNT', 500)
     cursor = page[1]
@@ -594,34 +603,52 @@ local function rebuilt_ledger(queue)
       end
     end
   until cursor == '0'
-  ledger.last_at, ledger.last_stamp, ledger.priorities, ledger.rebuilt = newest, newest, 1023, 1
-  ledger.forget_at = 0
-  ledger.totals[ENQUEUED_K] = live
+  ledger[LAST_AT], ledger[LAST_STAMP], ledger[PRIORITIES], ledger[FORGET_AT], ledger[REBUILT] = newest, newest, 1023, 0, 1
+  ledger[TOTALS + KIND.ENQUEUED] = live
+  return ledger
+end
+
+local LEDGER = '<BI8I8I8BBI2I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8B'
+
+local function decode_ledger(packed)
+  local ledger = {unpack_from(LEDGER, packed)}
+  local steps, at = ledger[STEPS], ledger[STEPS + 1]
+  ledger[STEPS] = NO_STEPS
+  if steps > 0 then
+    ledger[STEPS] = {}
+    for step = 1, steps do
+      local set_at, peak
+      set_at, peak, at = unpack_from('<I8I8', packed, at)
+      ledger[STEPS][step] = {set_at, peak}
+    end
+  end
+  ledger[REASON] = sub(packed, at)
   return ledger
 end
 
 local function read_ledger(queue)
   local packed = call('GET', queue .. ':ledger')
   if not packed then return nil end
-  local ok, read = pcall(cmsgpack.unpack, packed)
-  if not ok or type(read) ~= 'table' or type(read[1]) ~= 'number' then return rebuilt_ledger(queue) end
-  if read[1] > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. read[1]}) end
-  if #read ~= 13 or type(read[10]) ~= 'table' or #read[10] ~= KINDS then return rebuilt_ledger(queue) end
-  return {last_at = read[2], last_stamp = read[3], skew = read[4], steps = read[5], paused = read[6], reason = read[7],
-    retrying = read[8], deferred = read[9], totals = read[10], priorities = read[11], forget_at = read[12], rebuilt = read[13]}
+  local layout = string.byte(packed)
+  if layout and layout > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. layout}) end
+  local ok, ledger = pcall(decode_ledger, packed)
+  return ok and layout == LAYOUT and ledger or rebuilt_ledger(queue)
 end
 
 local function write_ledger(queue, ledger)
-  call('SET', queue .. ':ledger', cmsgpack.pack({LAYOUT, ledger.last_at, ledger.last_stamp, ledger.skew, ledger.steps,
-    ledger.paused, ledger.reason, ledger.retrying, ledger.deferred, ledger.totals, ledger.priorities, ledger.forget_at,
-    ledger.rebuilt}))
+  local steps, count, reason = '', #ledger[STEPS], ledger[REASON]
+  for _, step in ipairs(ledger[STEPS]) do steps = steps .. pack('<I8I8', step[1], step[2]) end
+  local kept = ledger[STEPS]
+  ledger[STEPS] = count
+  call('SET', queue .. ':ledger', pack(LEDGER, unpack(ledger, 1, STEPS)) .. steps .. reason)
+  ledger[STEPS] = kept
 end
 
 local function books_of(queue, ledger, opened)
-  local time = {last_at = ledger.last_at, last_stamp = ledger.last_stamp, skew = ledger.skew, steps = ledger.steps}
-  tick(time)
-  return {queue = queue, ledger = ledger, time = time, now = time.last_at, opened = opened, entries = {}, changed = {},
-    events = {}, notices = {}, noted = false}
+  local skew = ledger[SKEW]
+  tick(ledger)
+  return {queue = queue, ledger = ledger, time = ledger, now = ledger[LAST_AT], skew = skew, opened = opened, entries = {},
+    changed = {}, writes = {zadd = {}, zrem = {}}}
 end
 
 -- The books of a queue that is there, else nil.
@@ -699,13 +726,17 @@ local function listened_to(books)
 end
 
 local function note(books, kind, id, generation, run_at, waiters, outcome)
-  local totals = books.ledger.totals
-  totals[kind] = totals[kind] + 1
+  local ledger = books.ledger
+  ledger[TOTALS + kind] = ledger[TOTALS + kind] + 1
   books.noted = true
   if MAKES_READY[kind] then books.ready = true end
-  if listened_to(books) then books.events[#books.events + 1] = {kind, id, generation, run_at} end
+  if listened_to(books) then
+    local events = list_of(books, 'events')
+    events[#events + 1] = {kind, id, generation, run_at}
+  end
   if waiters ~= '' and ENDS_A_WAIT[kind] then
-    books.notices[#books.notices + 1] = {waiters, {kind, id, generation, run_at, outcome}}
+    local notices = list_of(books, 'notices')
+    notices[#notices + 1] = {waiters, {kind, id, generation, run_at, outcome}}
   end
 end
 
@@ -736,7 +767,8 @@ local function mend(books, entry)
   end
 end
 
-local function save(books, entry, writes)
+local function save(books, entry)
+  local writes = books.writes
   local job, ledger, key, score, member = entry.job, books.ledger, nil, nil, nil
   count(books, entry.view, -1)
   if entry.damaged or entry.everywhere then
@@ -744,26 +776,27 @@ local function save(books, entry, writes)
       local list = list_of(writes.zrem, INDEXES[state])
       list[#list + 1] = entry.id
     end
-    if entry.live then ledger.totals[FAILED_K] = ledger.totals[FAILED_K] + 1 end
-    if entry.damaged then books.time.last_stamp = max(books.time.last_stamp, job and job.generation or 0) end
+    if entry.live then ledger[TOTALS + KIND.FAILED] = ledger[TOTALS + KIND.FAILED] + 1 end
+    if entry.damaged then books.time[LAST_STAMP] = max(books.time[LAST_STAMP], job and job.generation or 0) end
   end
   if job then
     key, score, member = index_of(job)
     count(books, view_of(job), 1)
     if job.changed then
       tidy(job, books.now)
-      local list = writes.jobs
+      local list = list_of(writes, 'jobs')
       list[#list + 1] = entry.id
       list[#list + 1] = encode(job)
     end
     if job.run then
-      local list = writes.runs
       if job.run.changed then
+        local list = list_of(writes, 'runs')
         list[#list + 1] = entry.id
         list[#list + 1] = encode_run(job.run)
       end
     elseif entry.ran then
-      writes.ended[#writes.ended + 1] = entry.id
+      local list = list_of(writes, 'ended')
+      list[#list + 1] = entry.id
     end
     if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
       local list = list_of(writes.zadd, key)
@@ -771,13 +804,17 @@ local function save(books, entry, writes)
       list[#list + 1] = member
     end
     if job.outcome then
-      ledger.forget_at = min(ledger.forget_at, score)
-    elseif not job.run and band(ledger.priorities, PRIORITY_BITS[job.priority]) == 0 then
-      ledger.priorities = ledger.priorities + PRIORITY_BITS[job.priority]
+      ledger[FORGET_AT] = min(ledger[FORGET_AT], score)
+    elseif not job.run and band(ledger[PRIORITIES], PRIORITY_BITS[job.priority]) == 0 then
+      ledger[PRIORITIES] = ledger[PRIORITIES] + PRIORITY_BITS[job.priority]
     end
   elseif entry.key or entry.damaged or entry.everywhere then
-    writes.gone[#writes.gone + 1] = entry.id
-    if entry.ran then writes.ended[#writes.ended + 1] = entry.id end
+    local list = list_of(writes, 'gone')
+    list[#list + 1] = entry.id
+    if entry.ran then
+      list = list_of(writes, 'ended')
+      list[#list + 1] = entry.id
+    end
   end
   if entry.key and (entry.key ~= key or entry.member ~= member) then
     local list = list_of(writes.zrem, entry.key)
@@ -787,10 +824,10 @@ end
 
 local function flush(queue, writes)
   for key, members in pairs(writes.zrem) do call('ZREM', queue .. key, unpack(members)) end
-  if #writes.gone > 0 then call('HDEL', queue .. ':jobs', unpack(writes.gone)) end
-  if #writes.ended > 0 then call('HDEL', queue .. ':runs', unpack(writes.ended)) end
-  if #writes.jobs > 0 then call('HSET', queue .. ':jobs', unpack(writes.jobs)) end
-  if #writes.runs > 0 then call('HSET', queue .. ':runs', unpack(writes.runs)) end
+  if writes.gone then call('HDEL', queue .. ':jobs', unpack(writes.gone)) end
+  if writes.ended then call('HDEL', queue .. ':runs', unpack(writes.ended)) end
+  if writes.jobs then call('HSET', queue .. ':jobs', unpack(writes.jobs)) end
+  if writes.runs then call('HSET', queue .. ':runs', unpack(writes.runs)) end
   for key, places in pairs(writes.zadd) do call('ZADD', queue .. key, unpack(places)) end
 end
 
@@ -802,11 +839,12 @@ end
 
 -- Tell those who listen to the queue, and those who wait for one of its jobs: one message each for the whole step.
 local function publish(books)
-  if #books.events > 0 then
+  if books.events then
     local packed = {}
     for at, event in ipairs(books.events) do packed[at] = pack_event(event) end
     call('SPUBLISH', books.queue .. ':events', table.concat(packed))
   end
+  if not books.notices then return end
   local inboxes = {}
   for _, notice in ipairs(books.notices) do
     local waiters, packed = notice[1], pack_event(notice[2])
@@ -822,24 +860,16 @@ local function wake(books)
   if call('LLEN', books.queue .. ':wake') == 0 then call('LPUSH', books.queue .. ':wake', '1') end
 end
 
-local function keep_time(books)
-  local ledger, time = books.ledger, books.time
-  ledger.last_at, ledger.last_stamp, ledger.skew, ledger.steps = time.last_at, time.last_stamp, time.skew, time.steps
-end
-
 -- Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless it was the
 -- first to see the clock step back.
 local function close(books)
   if #books.changed > 0 or books.noted then
-    local writes = {jobs = {}, runs = {}, gone = {}, ended = {}, zadd = {}, zrem = {}}
-    for at = 1, #books.changed do save(books, books.changed[at], writes) end
-    flush(books.queue, writes)
-    keep_time(books)
+    for at = 1, #books.changed do save(books, books.changed[at]) end
+    flush(books.queue, books.writes)
     write_ledger(books.queue, books.ledger)
     publish(books)
     if books.ready then wake(books) end
-  elseif books.time.skew ~= books.ledger.skew then
-    keep_time(books)
+  elseif books.time[SKEW] ~= books.skew then
     write_ledger(books.queue, books.ledger)
   end
 end
@@ -857,7 +887,7 @@ end
 local function priorities_of(books)
   local found = {}
   for priority = 9, 0, -1 do
-    if band(books.ledger.priorities, PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
+    if band(books.ledger[PRIORITIES], PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
   end
   return found
 end
@@ -920,14 +950,14 @@ end
 
 -- When the first finished record may have to be forgotten: the ledger's word is never too late, and seldom too early.
 local function find_forget_at(books)
-  books.ledger.forget_at = NEVER
+  books.ledger[FORGET_AT] = NEVER
   for state = COMPLETED, CANCELLED do
-    books.ledger.forget_at = min(books.ledger.forget_at, first_score(books.queue .. INDEXES[state]) or NEVER)
+    books.ledger[FORGET_AT] = min(books.ledger[FORGET_AT], first_score(books.queue .. INDEXES[state]) or NEVER)
   end
 end
 
 local function sweep_forgotten(books, limit)
-  if books.now < books.ledger.forget_at then return 0 end
+  if books.now < books.ledger[FORGET_AT] then return 0 end
   local ids = {}
   for state = COMPLETED, CANCELLED do
     if #ids < limit then
@@ -942,7 +972,7 @@ local function sweep_forgotten(books, limit)
   for _, id in ipairs(ids) do
     local entry = entries[id]
     if entry.job and forgotten(entry.job, books.now) then
-      put(books, entry, nil, FORGOTTEN_K)
+      put(books, entry, nil, KIND.FORGOTTEN)
     else
       mend(books, entry)
     end
@@ -1067,7 +1097,7 @@ function VERBS.claim()
     books = open(QUEUE)
   end
   local jobs, fences, size = {}, {}, 0
-  if books.ledger.paused == 0 then
+  if books.ledger[PAUSED] == 0 then
     local found
     books, found = due_in_place(books, limit)
     for at = 1, #found do
@@ -1081,9 +1111,9 @@ function VERBS.claim()
     end
   end
   close(books)
-  local run_at = books.ledger.paused == 0 and next_run_at(books)
+  local run_at = books.ledger[PAUSED] == 0 and next_run_at(books)
   if run_at and run_at <= books.now then wake(books) end
-  return {books.now, run_at or -1, next_sweep_at(books) or -1, books.ledger.paused, jobs, table.concat(fences), books.time.skew}
+  return {books.now, run_at or -1, next_sweep_at(books) or -1, books.ledger[PAUSED], jobs, table.concat(fences), books.time[SKEW]}
 end
 
 -- A claim that is asked for again gives what it gave, less what is no longer held. Only ids and fences are kept.
@@ -1142,7 +1172,7 @@ function VERBS.settle()
     else
       local generation = entry.job.generation
       local after, kind, then_kind, outcome = settle(entry.job, settlement, books.time)
-      if settlement.follow_up and kind == FAILED_K then
+      if settlement.follow_up and kind == KIND.FAILED then
         follow_ups[#follow_ups + 1] = read_follow_up(id .. '@' .. string.format('%.0f', generation), settlement.follow_up)
       end
       put(books, entry, after, kind, then_kind, outcome)
@@ -1214,7 +1244,7 @@ end
 function VERBS.pause()
   local opened = call('EXISTS', QUEUE .. ':ledger') == 0
   local ledger = read_ledger(QUEUE) or new_ledger(QUEUE)
-  ledger.paused, ledger.reason = tonumber(ARGV[4]), ARGV[5]
+  ledger[PAUSED], ledger[REASON] = tonumber(ARGV[4]), ARGV[5]
   write_ledger(QUEUE, ledger)
   return opened and 1 or 0
 end
@@ -1241,7 +1271,7 @@ local function purge_index(books, index, limit)
     local entry = entries[id]
     if entry.damaged or entry.key ~= index or entry.member ~= members[at] then call('ZREM', key, members[at]) end
     if entry.job and (entry.damaged or entry.key == index) then
-      put(books, entry, nil, waiting and not entry.damaged and PURGED_K or FORGOTTEN_K)
+      put(books, entry, nil, waiting and not entry.damaged and KIND.PURGED or KIND.FORGOTTEN)
     end
   end
   return #members
@@ -1274,7 +1304,7 @@ local function ask_to_cancel(books, limit)
 end
 
 local function drop(queue, ledger)
-  call('SET', queue .. ':floor', string.format('%.0f', ledger.last_stamp), 'PX', FLOOR_KEPT_MS)
+  call('SET', queue .. ':floor', string.format('%.0f', ledger[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)
   local keys = {queue .. ':ledger', queue .. ':jobs', queue .. ':runs', queue .. ':wake'}
   for priority = 0, 9 do keys[#keys + 1] = queue .. WAITING_INDEXES[priority] end
   for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. INDEXES[state] end
@@ -1304,7 +1334,7 @@ local function time_of(queue)
   local ledger = read_ledger(queue)
   if not ledger then return WALL, 0 end
   tick(ledger)
-  return ledger.last_at, ledger.skew, ledger
+  return ledger[LAST_AT], ledger[SKEW], ledger
 end
 
 local function records(queue, ids)
@@ -1353,7 +1383,7 @@ function VERBS.page()
     end
     score = ''
   end
-  return {now, skew, ledger and ledger.last_stamp or 0, found}
+  return {now, skew, ledger and ledger[LAST_STAMP] or 0, found}
 end
 
 -- What the ledger and the sizes of the indexes say: for a snapshot, and for the audit to compare.
@@ -1376,8 +1406,11 @@ function VERBS.stats()
     local key = QUEUE .. INDEXES[state]
     sizes[#sizes + 1], past[#past + 1] = call('ZCARD', key), call('ZCOUNT', key, '-inf', now)
   end
-  return {now, ready, scheduled, oldest, sizes, past, ledger.retrying, ledger.deferred, ledger.paused, ledger.reason,
-    ledger.totals, ledger.rebuilt, call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'), ledger.last_stamp}
+  local totals = {}
+  for kind = 1, KINDS do totals[kind] = ledger[TOTALS + kind] end
+  return {now, ready, scheduled, oldest, sizes, past, ledger[RETRYING], ledger[DEFERRED_JOBS], ledger[PAUSED],
+    ledger[REASON], totals, ledger[REBUILT], call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'),
+    ledger[LAST_STAMP]}
 end
 
 -- Records that do not stand in the index where they belong, and leases without a record, by a scan of all records, then
@@ -1413,7 +1446,7 @@ function VERBS.mend()
   for _, id in ipairs(ids) do
     local entry = entries[id]
     if entry.job then
-      books.time.last_stamp = max(books.time.last_stamp, newest_stamp(entry.job))
+      books.time[LAST_STAMP] = max(books.time[LAST_STAMP], newest_stamp(entry.job))
       if entry.job.outcome and entry.ran then entry.job.run = nil end
       mend(books, entry)
     else
@@ -1427,9 +1460,9 @@ end
 -- Repair, at its end: the counts as the records have them, if nothing has happened since they were counted.
 function VERBS.recount()
   local ledger = read_ledger(QUEUE)
-  if not ledger or ledger.last_stamp ~= tonumber(ARGV[4]) then return 0 end
-  ledger.retrying, ledger.deferred, ledger.rebuilt = tonumber(ARGV[5]), tonumber(ARGV[6]), 0
-  ledger.totals[ENQUEUED_K] = ledger.totals[ENQUEUED_K] + tonumber(ARGV[7])
+  if not ledger or ledger[LAST_STAMP] ~= tonumber(ARGV[4]) then return 0 end
+  ledger[RETRYING], ledger[DEFERRED_JOBS], ledger[REBUILT] = tonumber(ARGV[5]), tonumber(ARGV[6]), 0
+  ledger[TOTALS + KIND.ENQUEUED] = ledger[TOTALS + KIND.ENQUEUED] + tonumber(ARGV[7])
   write_ledger(QUEUE, ledger)
   return 1
 end

@@ -43,7 +43,7 @@ NOW, DELAY, WALL_TIME = range(3)
 MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
 
-_HEAD = struct.Struct("<BBQQ")
+_HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")
 _OUTCOME = struct.Struct("<BQQQQBII")
 _RUN = struct.Struct("<BQIQH")
