@@ -47,6 +47,7 @@ local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
 local STEP_BACK_US, MAX_STEPS = 1000000, 8
 local NEVER = 9007199254740991
+local NO_TTLS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE, MEND_PASSES = 10, 2, 2
 local MAX_CALL_BYTES = 1048576
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
@@ -74,7 +75,7 @@ local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
 -- Set anew by `run` for every call, and nothing else outlives one: what the server offers, which is not there while it
 -- loads a library, the arguments, the queue, the client, and the time.
-local call, pack, unpack_from, band, sub, max, min
+local call, pack, unpack_from, band, sub, byte, max, min
 local KEYS, ARGV, QUEUE, CLIENT, WALL
 
 local function wall_clock()
@@ -256,7 +257,9 @@ end
 -- The machine: machine.py. A function changes the job that it is given, says so in `changed`, and returns the job as
 -- it shall be (nil: there is none any more) and what happened.
 
-local function damaged(id, now)
+local machine = {}
+
+function machine.damaged(id, now)
   return setmetatable({id = id, priority = 5, generation = now, run_at = now, arrival = now, named = false,
     has_payload = false, outcome = {state = FAILED, generation = now, ended_at = now,
       forget_at = now + 1000 * FAILURE_TTL_MS, dedup_at = 0, codec = 'json', error = DAMAGED}}, BLANK)
@@ -266,11 +269,11 @@ local function state_of(job)
   return job.outcome and job.outcome.state or job.run and RUNNING or WAITING
 end
 
-local function forgotten(job, now)
+function machine.forgotten(job, now)
   return job.outcome and job.outcome.forget_at <= now
 end
 
-local function tidy(job, now)
+function machine.tidy(job, now)
   if job.previous and job.previous.forget_at <= now then job.previous = nil end
 end
 
@@ -379,9 +382,9 @@ local function update_running(job, request, time, at)
   return job, DEFERRED, at, RUNNING, KIND.DEFERRED
 end
 
-local function enqueue(job, request, time)
+function machine.enqueue(job, request, time)
   local at = stamp(time)
-  if job and forgotten(job, time[LAST_AT]) then job = nil end
+  if job and machine.forgotten(job, time[LAST_AT]) then job = nil end
   if not job then
     if not request.payload then return nil, 0, 0, 0 end
     return start(nil, request, time, at)
@@ -437,8 +440,8 @@ local function finish(job, outcome, kind, now)
   return job, kind, nil, outcome
 end
 
-local function cancel(job, now)
-  if not job or forgotten(job, now) then return job, 'm' end
+function machine.cancel(job, now)
+  if not job or machine.forgotten(job, now) then return job, 'm' end
   if job.outcome then return job, 'f' end
   if not job.run then
     local after, kind, _, outcome = finish(job, cancelled(job, now), KIND.CANCELLED, now)
@@ -449,8 +452,8 @@ local function cancel(job, now)
   return job, 'a', KIND.CANCEL_ASKED
 end
 
-local function keep(job, ttl_ms, at_least, client, now)
-  if not job or forgotten(job, now) then return 'm' end
+function machine.keep(job, ttl_ms, at_least, client, now)
+  if not job or machine.forgotten(job, now) then return 'm' end
   local until_at = now + 1000 * ttl_ms
   job.changed = true
   if not job.outcome then
@@ -471,22 +474,22 @@ local function keep(job, ttl_ms, at_least, client, now)
   return 'k'
 end
 
-local function claim(job, worker, lease_ms, time)
+function machine.claim(job, worker, lease_ms, time)
   job.run = {worker = worker, fence = stamp(time), lease_ms = lease_ms, until_at = time[LAST_AT] + 1000 * lease_ms,
     changed = true}
   job.attempts = job.attempts + 1
   return job, KIND.CLAIMED
 end
 
-local function follow_clock(job, time)
+function machine.follow_clock(job, time)
   job.run_at, job.changed = place(time, job.run_at, job.wall_at, job.arrival), true
 end
 
-local function holds(job, worker, fence)
+function machine.holds(job, worker, fence)
   return job and job.run and job.run.fence == fence and job.run.worker == worker
 end
 
-local function extend(job, lease_ms, progress, now)
+function machine.extend(job, lease_ms, progress, now)
   local run = job.run
   run.lease_ms, run.until_at, run.overdue, run.changed = lease_ms, now + 1000 * lease_ms, false, true
   run.progress = progress or run.progress
@@ -517,7 +520,7 @@ end
 
 local RETRY_KINDS = {retries = KIND.RETRIED, stalls = KIND.STALLED, timeouts = KIND.TIMED_OUT}
 
-local function settle(job, settlement, time)
+function machine.settle(job, settlement, time)
   local now = time[LAST_AT]
   if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), KIND.COMPLETED, now) end
   if job.run.cancel_asked then return finish(job, cancelled(job, now), KIND.CANCELLED, now) end
@@ -527,7 +530,7 @@ local function settle(job, settlement, time)
   return again(job, RETRY_KINDS[settlement.counts], time)
 end
 
-local function take_back(job, time)
+function machine.take_back(job, time)
   local run = job.run
   if run.cancel_asked then return finish(job, cancelled(job, time[LAST_AT]), KIND.CANCELLED, time[LAST_AT]) end
   job.stalls = job.stalls + 1
@@ -538,13 +541,13 @@ local function take_back(job, time)
   return again(job, KIND.STALLED, time)
 end
 
-local function expire(job, time)
+function machine.expire(job, time)
   local run = job.run
   if not run.overdue then
     run.overdue, run.until_at, run.changed = true, time[LAST_AT] + 500 * run.lease_ms, true
     return job
   end
-  return take_back(job, time)
+  return machine.take_back(job, time)
 end
 
 -- The books of a queue during one step: books.py. `save` alone touches the records and their indexes.
@@ -629,7 +632,7 @@ end
 local function read_ledger(queue)
   local packed = call('GET', queue .. ':ledger')
   if not packed then return nil end
-  local layout = string.byte(packed)
+  local layout = byte(packed)
   if layout and layout > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. layout}) end
   local ok, ledger = pcall(decode_ledger, packed)
   return ok and layout == LAYOUT and ledger or rebuilt_ledger(queue)
@@ -672,48 +675,45 @@ end
 
 -- A record that could not be read is taken for a failed one. It is counted among the failed when it was live, and
 -- struck from every index that it may be in; an entry of a waiting one is struck when a claim meets it.
-local function damaged_entry(books, id, raw, run)
-  local entry = {id = id, job = damaged(id, books.now), ran = run and true, damaged = true}
+local function damaged_entry(books, id, run)
+  local entry = {id = id, job = machine.damaged(id, books.now), ran = run and true, damaged = true}
   entry.live = not (call('ZSCORE', books.queue .. ':completed', id) or call('ZSCORE', books.queue .. ':failed', id)
     or call('ZSCORE', books.queue .. ':cancelled', id))
   return entry
 end
 
-local function entry_of(books, id, raw, run)
+local function entry_of(id, raw, run)
   local job = decode(id, raw, run)
   local key, score, member = index_of(job)
   return {id = id, job = job, key = key, score = score, member = member, ran = run and true, view = view_of(job)}
 end
 
--- The leases of those of these ids that have records.
-local function runs_of(queue, ids, raws)
-  local there, runs = {}, {}
-  for at = 1, #ids do
-    if raws[at] then there[#there + 1] = ids[at] end
-  end
-  if #there == 0 then return runs end
-  local found = call('HMGET', queue .. ':runs', unpack(there))
-  for at = 1, #there do runs[there[at]] = found[at] end
-  return runs
+-- The records and the leases of these ids, as they are stored.
+local function records(queue, ids)
+  if #ids == 0 then return {}, {} end
+  return call('HMGET', queue .. ':jobs', unpack(ids)), call('HMGET', queue .. ':runs', unpack(ids))
 end
 
 local function enter(books, ids, raws, runs)
   local entries = books.entries
   for at = 1, #ids do
     local id = ids[at]
-    if not entries[id] then entries[id] = raws[at] and entry_of(books, id, raws[at], runs[id]) or {id = id} end
+    if not entries[id] then entries[id] = raws[at] and entry_of(id, raws[at], runs[at]) or {id = id} end
   end
 end
 
 -- The records of these ids, each read once in a step.
 local function load(books, ids)
-  local raws = call('HMGET', books.queue .. ':jobs', unpack(ids))
-  local runs = runs_of(books.queue, ids, raws)
-  if not pcall(enter, books, ids, raws, runs) then
-    for at = 1, #ids do
-      local id = ids[at]
-      if not pcall(enter, books, {id}, {raws[at]}, runs) then
-        books.entries[id] = damaged_entry(books, id, raws[at], runs[id])
+  local wanted = {}
+  for at = 1, #ids do
+    if not books.entries[ids[at]] then wanted[#wanted + 1] = ids[at] end
+  end
+  if #wanted == 0 then return books.entries end
+  local raws, runs = records(books.queue, wanted)
+  if not pcall(enter, books, wanted, raws, runs) then
+    for at, id in ipairs(wanted) do
+      if not pcall(enter, books, {id}, {raws[at]}, {runs[at]}) then
+        books.entries[id] = damaged_entry(books, id, runs[at])
       end
     end
   end
@@ -783,7 +783,7 @@ local function save(books, entry)
     key, score, member = index_of(job)
     count(books, view_of(job), 1)
     if job.changed then
-      tidy(job, books.now)
+      machine.tidy(job, books.now)
       local list = list_of(writes, 'jobs')
       list[#list + 1] = entry.id
       list[#list + 1] = encode(job)
@@ -915,9 +915,9 @@ local function sweep_some(books, ids, worker, overdue, stalled)
     else
       local after, kind, then_kind, outcome
       if worker then
-        after, kind, then_kind, outcome = take_back(entry.job, books.time)
+        after, kind, then_kind, outcome = machine.take_back(entry.job, books.time)
       else
-        after, kind, then_kind, outcome = expire(entry.job, books.time)
+        after, kind, then_kind, outcome = machine.expire(entry.job, books.time)
       end
       put(books, entry, after, kind, then_kind, outcome)
       local list = kind and stalled or overdue
@@ -971,13 +971,78 @@ local function sweep_forgotten(books, limit)
   local entries = load(books, ids)
   for _, id in ipairs(ids) do
     local entry = entries[id]
-    if entry.job and forgotten(entry.job, books.now) then
+    if entry.job and machine.forgotten(entry.job, books.now) then
       put(books, entry, nil, KIND.FORGOTTEN)
     else
       mend(books, entry)
     end
   end
   return #ids
+end
+
+-- Short cuts. Most jobs are new, run once and leave nothing to remember. A PLAIN record says just that: no count, no error,
+-- no outcome, nobody who waits. What the machine would do with it is then plain, too, and is done without taking it apart.
+
+local PLAIN = {}
+for flags = MARK, MARK + 31 do PLAIN[flags] = flags % 2 == 0 and flags % 16 < 8 end
+
+local GONE = {}
+
+local function append(list, first, second)
+  local size = #list
+  list[size + 1], list[size + 2] = first, second
+end
+
+-- A new id, due at once, that nobody waits for.
+local function start_plain(books, request)
+  local ledger, writes, id, terms, flags = books.ledger, books.writes, request.id, request.terms, MARK + PAYLOAD
+  local at, priority = stamp(ledger), request.priority
+  if request.named then flags = flags + NAMED end
+  if terms ~= '' then
+    flags = flags + TERMS
+    terms = pack('<I2', #terms) .. terms
+  end
+  local record = pack('>BBI8I8', flags, priority, at, books.now) .. terms .. request.payload
+  append(list_of(writes, 'jobs'), id, record)
+  append(list_of(writes.zadd, WAITING_INDEXES[priority]), books.now, sub(record, 3, 10) .. id)
+  if band(ledger[PRIORITIES], PRIORITY_BITS[priority]) == 0 then
+    ledger[PRIORITIES] = ledger[PRIORITIES] + PRIORITY_BITS[priority]
+  end
+  note(books, KIND.ENQUEUED, id, at, books.now, '')
+  return at
+end
+
+-- A record as it stands among the waiting, without a lease: is it plain, and does its entry answer for it?
+local function is_plain(raw, run, index, member)
+  return raw and not run and PLAIN[byte(raw, 1)] and WAITING_INDEXES[byte(raw, 2)] == index
+    and sub(raw, 3, 10) == sub(member, 1, 8)
+end
+
+local function claim_plain(books, id, raw, index, member, worker, lease_ms)
+  local writes, fence, until_at = books.writes, stamp(books.time), books.now + 1000 * lease_ms
+  append(list_of(writes, 'runs'), id, pack('<BI8I4I8I2', 0, fence, lease_ms, until_at, #worker) .. worker)
+  append(list_of(writes.zadd, ':running'), until_at, id)
+  append(list_of(writes.zrem, index), member)
+  local generation, run_at = 0, 0
+  if listened_to(books) then generation, run_at = unpack_from('>I8I8', raw, 3) end
+  note(books, KIND.CLAIMED, id, generation, run_at, '')
+  return fence
+end
+
+-- The completion of a plain job that leaves nothing to remember, by the holder of its lease and without a `next`.
+local function completes_plain(raw, run, head, holder)
+  return raw and run and byte(head, 1) == COMPLETE and PLAIN[byte(raw, 1)] and band(byte(run, 1), NEXT) == 0
+    and sub(head, 10, 25) == NO_TTLS and sub(head, 2, 9) == sub(run, 2, 9) and sub(run, 22, 21 + #holder) == holder
+end
+
+local function complete_plain(books, id, raw)
+  local writes = books.writes
+  append(list_of(writes, 'gone'), id)
+  append(list_of(writes, 'ended'), id)
+  append(list_of(writes.zrem, ':running'), id)
+  books.entries[id] = GONE
+  local generation = listened_to(books) and unpack_from('>I8', raw, 3) or 0
+  note(books, KIND.COMPLETED, id, generation, 0, '')
 end
 
 -- The verbs: engine.py. Arguments come after the verb, the client and its number.
@@ -992,14 +1057,25 @@ local function read_request(head)
 end
 
 local function enqueue_all(books, ids, requests, replies, outcomes)
-  local entries = load(books, ids)
+  local raws, met, others = call('HMGET', books.queue .. ':jobs', unpack(ids)), {}, {}
   for at = 1, #ids do
     local id = ids[at]
-    local entry = entries[id]
-    local after, placed, generation, state, kind = enqueue(entry.job, requests(at), books.time)
-    put(books, entry, after, kind)
-    replies[at] = pack('<BBI8', placed, state, generation)
-    if placed == CACHED then outcomes[#outcomes + 1] = {at, id} end
+    met[id] = raws[at] and true or met[id] ~= nil or books.entries[id] ~= nil
+    if met[id] then others[#others + 1] = id end
+  end
+  if #others > 0 then load(books, others) end
+  for at = 1, #ids do
+    local id, request = ids[at], requests(at)
+    if not met[id] and request.when == NOW and request.keep_ms == 0 and request.payload then
+      replies[at] = pack('<BBI8', NEW, 0, start_plain(books, request))
+    else
+      if not books.entries[id] then load(books, {id}) end
+      local entry = books.entries[id]
+      local after, placed, generation, state, kind = machine.enqueue(entry.job, request, books.time)
+      put(books, entry, after, kind)
+      replies[at] = pack('<BBI8', placed, state, generation)
+      if placed == CACHED then outcomes[#outcomes + 1] = {at, id} end
+    end
   end
 end
 
@@ -1041,39 +1117,42 @@ local function misplaced(job, time)
   return job.run or job.outcome or place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
 end
 
--- What looks due: the jobs that are, and those that do not stand where they belong.
+-- What looks due: the jobs that are, in parallel lists, and the entries that do not stand where they belong.
 local function due(books, limit)
-  local found, wrong = {}, {}
+  local found, wrong = {ids = {}, raws = {}, indexes = {}, members = {}, entries = {}}, {}
   for _, priority in ipairs(priorities_of(books)) do
-    local index = WAITING_INDEXES[priority]
-    local key = books.queue .. index
-    local members = #found < limit and call('ZRANGEBYSCORE', key, '-inf', books.now, 'LIMIT', 0, limit - #found) or {}
-    local ids = {}
+    local index, left, ids = WAITING_INDEXES[priority], limit - #found.ids, {}
+    local members = left > 0 and call('ZRANGEBYSCORE', books.queue .. index, '-inf', books.now, 'LIMIT', 0, left) or {}
     for at = 1, #members do ids[at] = sub(members[at], 9) end
-    local entries = #ids > 0 and load(books, ids)
+    local raws, runs = records(books.queue, ids)
     for at = 1, #ids do
-      local entry = entries[ids[at]]
-      if entry.damaged or not entry.job or entry.member ~= members[at] or entry.key ~= index then
-        call('ZREM', key, members[at])
-        wrong[#wrong + 1] = entry
-      elseif misplaced(entry.job, books.time) then
-        wrong[#wrong + 1] = entry
-      else
-        found[#found + 1] = entry
+      local id, member, entry = ids[at], members[at], nil
+      if not is_plain(raws[at], runs[at], index, member) then
+        entry = load(books, {id})[id]
+        if entry.damaged or entry.key ~= index or entry.member ~= member then
+          call('ZREM', books.queue .. index, member)
+          wrong[#wrong + 1] = entry
+        elseif misplaced(entry.job, books.time) then
+          wrong[#wrong + 1] = entry
+        end
       end
+      local next_at = #found.ids + 1
+      found.ids[next_at], found.raws[next_at], found.indexes[next_at] = id, raws[at], index
+      found.members[next_at], found.entries[next_at] = member, entry or false
     end
   end
   return found, wrong
 end
 
--- What is due, once what is next stands in its right place: a stepped clock, or damage, may have misplaced it.
+-- What is due, once what is next stands in its right place: a stepped clock, or damage, may have misplaced it. After a few
+-- passes, nothing: the claim says that there is more, and is made again.
 local function due_in_place(books, limit)
   for _ = 1, MEND_PASSES do
     local found, wrong = due(books, limit)
     if #wrong == 0 then return books, found end
     for _, entry in ipairs(wrong) do
       if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
-        follow_clock(entry.job, books.time)
+        machine.follow_clock(entry.job, books.time)
         put(books, entry, entry.job)
       elseif entry.job then
         mend(books, entry)
@@ -1082,7 +1161,9 @@ local function due_in_place(books, limit)
     close(books)
     books = open(books.queue)
   end
-  return books, (due(books, limit))
+  local found, wrong = due(books, limit)
+  for _, entry in ipairs(wrong) do books.entries[entry.id] = GONE end
+  return books, found
 end
 
 function VERBS.claim()
@@ -1100,14 +1181,20 @@ function VERBS.claim()
   if books.ledger[PAUSED] == 0 then
     local found
     books, found = due_in_place(books, limit)
-    for at = 1, #found do
-      local entry = found[at]
-      local raw = entry.job.raw
-      size = size + #raw - entry.job.payload_at + 1
-      if #fences > 0 and size > MAX_CALL_BYTES then break end
-      put(books, entry, claim(entry.job, worker, lease_ms, books.time))
-      jobs[#jobs + 1], jobs[#jobs + 2] = entry.id, raw
-      fences[#fences + 1] = pack('<I8', entry.job.run.fence)
+    for at = 1, #found.ids do
+      local id, raw, entry, fence = found.ids[at], found.raws[at], found.entries[at], nil
+      if books.entries[id] ~= GONE then
+        size = size + #raw - (entry and entry.job.payload_at or 18)
+        if #fences > 0 and size > MAX_CALL_BYTES then break end
+        if entry then
+          put(books, entry, machine.claim(entry.job, worker, lease_ms, books.time))
+          fence = entry.job.run.fence
+        else
+          fence = claim_plain(books, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
+        end
+        append(jobs, id, raw)
+        fences[#fences + 1] = pack('<I8', fence)
+      end
     end
   end
   close(books)
@@ -1162,24 +1249,31 @@ function VERBS.settle()
   local worker, ids, replies, follow_ups = ARGV[4], {}, {}, {}
   for at = 5, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
   local books = find(QUEUE)
-  local entries = books and load(books, ids)
+  if not books then return {0, string.rep('0', #ids)} end
+  local holder = pack('<I2', #worker) .. worker
+  local raws, runs = records(QUEUE, ids)
   for at = 1, #ids do
-    local id = ids[at]
-    local settlement = read_settlement(ARGV[4 * at + 2], ARGV[4 * at + 3], ARGV[4 * at + 4])
-    local entry = books and entries[id]
-    if not entry or not holds(entry.job, worker, settlement.fence) then
-      replies[at] = '0'
-    else
-      local generation = entry.job.generation
-      local after, kind, then_kind, outcome = settle(entry.job, settlement, books.time)
-      if settlement.follow_up and kind == KIND.FAILED then
-        follow_ups[#follow_ups + 1] = read_follow_up(id .. '@' .. string.format('%.0f', generation), settlement.follow_up)
-      end
-      put(books, entry, after, kind, then_kind, outcome)
+    local id, head = ids[at], ARGV[4 * at + 2]
+    if not books.entries[id] and completes_plain(raws[at], runs[at], head, holder) then
+      complete_plain(books, id, raws[at])
       replies[at] = '1'
+    else
+      local entry, settlement = load(books, {id})[id], read_settlement(head, ARGV[4 * at + 3], ARGV[4 * at + 4])
+      if machine.holds(entry.job, worker, settlement.fence) then
+        local generation = entry.job.generation
+        local after, kind, then_kind, outcome = machine.settle(entry.job, settlement, books.time)
+        if settlement.follow_up and kind == KIND.FAILED then
+          local follow_up_id = id .. '@' .. string.format('%.0f', generation)
+          follow_ups[#follow_ups + 1] = read_follow_up(follow_up_id, settlement.follow_up)
+        end
+        put(books, entry, after, kind, then_kind, outcome)
+        replies[at] = '1'
+      else
+        replies[at] = '0'
+      end
     end
   end
-  if books then close(books) end
+  close(books)
   local opened = 0
   if #follow_ups > 0 then
     local companion, companion_ids = QUEUE .. '/failed', {}
@@ -1200,11 +1294,11 @@ function VERBS.extend()
   for at, id in ipairs(ids) do
     local fence, progress = tonumber(ARGV[3 * at + 4]), ARGV[3 * at + 5]
     local entry = books and entries[id]
-    if not entry or not holds(entry.job, worker, fence) then
+    if not entry or not machine.holds(entry.job, worker, fence) then
       replies[at] = 'l'
     else
       replies[at] = entry.job.run.cancel_asked and 'c' or 'k'
-      extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, books.now)
+      machine.extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, books.now)
       put(books, entry, entry.job)
     end
   end
@@ -1219,7 +1313,7 @@ function VERBS.cancel()
   if not books then return string.rep('m', #ids) end
   local entries = load(books, ids)
   for at, id in ipairs(ids) do
-    local after, reply, kind, outcome = cancel(entries[id].job, books.now)
+    local after, reply, kind, outcome = machine.cancel(entries[id].job, books.now)
     put(books, entries[id], after, kind, nil, outcome)
     replies[at] = reply
   end
@@ -1234,7 +1328,7 @@ function VERBS.keep()
   if not books then return string.rep('m', #ids) end
   local entries = load(books, ids)
   for at, id in ipairs(ids) do
-    replies[at] = keep(entries[id].job, ttl_ms, at_least, CLIENT, books.now)
+    replies[at] = machine.keep(entries[id].job, ttl_ms, at_least, CLIENT, books.now)
     put(books, entries[id], entries[id].job)
   end
   close(books)
@@ -1294,7 +1388,7 @@ local function ask_to_cancel(books, limit)
     for _, id in ipairs(ids) do
       local job = entries[id].job
       if asked < limit and job and job.run and not job.run.cancel_asked then
-        local after, _, kind = cancel(job, books.now)
+        local after, _, kind = machine.cancel(job, books.now)
         put(books, entries[id], after, kind)
         asked = asked + 1
       end
@@ -1335,11 +1429,6 @@ local function time_of(queue)
   if not ledger then return WALL, 0 end
   tick(ledger)
   return ledger[LAST_AT], ledger[SKEW], ledger
-end
-
-local function records(queue, ids)
-  if #ids == 0 then return {}, {} end
-  return call('HMGET', queue .. ':jobs', unpack(ids)), call('HMGET', queue .. ':runs', unpack(ids))
 end
 
 function VERBS.get()
@@ -1421,7 +1510,7 @@ function VERBS.unindexed()
   for at = 1, #page[2], 2 do
     local id = page[2][at]
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
-    local ok, entry = pcall(entry_of, nil, id, raw, run)
+    local ok, entry = pcall(entry_of, id, raw, run)
     if not ok or (not at_runs and not call('ZSCORE', QUEUE .. entry.key, entry.member)) then found[#found + 1] = id end
   end
   local after = (at_runs and 'r' or '') .. page[1]
@@ -1519,7 +1608,7 @@ end
 
 local function run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
-  max, min = math.max, math.min
+  byte, max, min = string.byte, math.max, math.min
   KEYS, ARGV, QUEUE, CLIENT = keys, args, keys[1], args[2]
   WALL = wall_clock()
   if ARGV[3] == '' then return VERBS[ARGV[1]]() end
