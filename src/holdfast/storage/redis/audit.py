@@ -22,6 +22,8 @@ from holdfast.storage.redis.wire import Argument
 from holdfast.storage.table import VIEWS, Found, view_of
 
 PAGE = 200
+MAX_PASSES = 2
+"""How often a repair begins again because it mended something."""
 INDEXES = (*(f":w{priority}" for priority in range(9, -1, -1)), ":running", ":completed", ":failed", ":cancelled")
 
 
@@ -39,6 +41,8 @@ class _Cursor(msgspec.Struct, array_like=True):
     last_stamp: int = -1
     found: int = 0
     """Problems so far."""
+    passes: int = 0
+    """How often all of it was gone through: after records were mended it is counted anew."""
 
 
 class Audit:
@@ -69,7 +73,9 @@ class Audit:
             await self._calls.ask(self._key, "mend", tuple(mends))
         at.found += len(problems)
         if scans or not at_end:
-            return Repaired(problems, checked, msgspec.json.encode(at).hex())
+            return Repaired(problems, checked, _write(at))
+        if at.found and not dry_run and at.passes < MAX_PASSES:
+            return Repaired(problems, checked, _write(_Cursor(passes=at.passes + 1)))
         problems += await self._recount(at, dry_run)
         return Repaired(problems, checked, None)
 
@@ -113,7 +119,7 @@ class Audit:
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
         """Do the counts match the records, and do the totals add up? Where not, the records are right."""
         stats = await self._calls.read(self._key, "stats")
-        if not stats or stats[14] != at.last_stamp or (at.found and not dry_run):
+        if not stats or stats[14] != at.last_stamp:
             return []
         problems: list[Problem] = []
         if stats[11]:
@@ -133,6 +139,10 @@ class Audit:
             views = [at.counts.get(name, 0) for name in VIEWS]
             await self._calls.ask(self._key, "recount", (at.last_stamp, *views, ended + live - started))
         return problems
+
+
+def _write(at: _Cursor) -> str:
+    return msgspec.json.encode(at).hex()
 
 
 def _read(cursor: str) -> _Cursor:

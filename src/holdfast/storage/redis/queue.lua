@@ -37,8 +37,8 @@ TERMS     result_ttl_ms+1 I8, and the rest of the work's options, which only cli
 RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
 NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
           #terms I2  terms  payload
-LEDGER    layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying I8
-          deferred I8  the totals of the fifteen kinds I8 each  #steps B  steps (stamp I8  peak I8)  reason
+LEDGER    layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying i8
+          deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
 local LAYOUT = 1
@@ -611,7 +611,7 @@ local function rebuilt_ledger(queue)
   return ledger
 end
 
-local LEDGER = '<BI8I8I8BBI2I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8I8B'
+local LEDGER = '<BI8I8I8BBI2I8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8B'
 
 local function decode_ledger(packed)
   local ledger = {unpack_from(LEDGER, packed)}
