@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from importlib import resources
+from typing import Any
 
 from holdfast.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
-from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS
+from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 from holdfast.storage.redis.servers import ClusterServers, Gone, Servers, address_in
 from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
 
+TRY_AGAIN_S = 0.05
+"""How long to wait while a slot is on its way between two nodes."""
 LAYOUT = 1
 """The layout of keys and records that this version writes, and the newest that it reads."""
 BODY = resources.files("holdfast.storage.redis").joinpath("queue.lua").read_text()
@@ -27,6 +30,14 @@ CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
 """Where the script reads the server's clock: the only place where it learns the time."""
 INJECTED_CLOCK = "return tonumber(table.remove(ARGV))"
 """What stands there instead when a storage is opened with a clock of its own, as tests do."""
+
+
+KEYS = (
+    *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
+    *(f":w{priority}" for priority in range(10)),
+    *(":workers", ":beats"),
+)
+"""What the keys of a queue, or of what a namespace shares, end in. queue.lua says what they are."""
 
 
 class Library:
@@ -169,13 +180,14 @@ class Calls:
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.name + "_enqueue" if verb == "enqueue" else self._library.name
-        head: tuple[Argument, ...] = (
-            (2, key, f"{key}:call:{self._client}:{verb}", verb, self._client, number)
-            if number
-            else (1, key, verb, self._client, "")
-        )
+        keys = self._keys(key, verb) if self._servers.clustered else (f"{key}:ledger",)
         clock = () if self._clock is None else (self._clock.now_us(),)
-        return ("FCALL", name, *head, *args, *clock)
+        return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
+
+    def _keys(self, key: str, verb: str) -> tuple[str, ...]:
+        """All that a call may touch. While a slot moves from node to node, a cluster then refuses the whole call."""
+        bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
+        return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: str | None) -> Reply:
         """Send a command to the node that has the key, wherever it moves meanwhile."""
@@ -184,22 +196,28 @@ class Calls:
             try:
                 return await self._servers.wire(key).call(args, deadline, library)
             except Gone as error:
-                await self._moved(error, deadline)
+                await self._in_time(self._servers.moved(error), error, deadline)
             except ServerError as error:
+                if error.code == "TRYAGAIN":
+                    await self._in_time(asyncio.sleep(TRY_AGAIN_S), error, deadline)
+                    continue
                 if error.code == "ASK" and isinstance(self._servers, ClusterServers):
                     try:
                         return await self._servers.ask(address_in(error), args, deadline, library)
                     except ServerError as refusal:
-                        if refusal.code not in ("MOVED", "ASK"):
+                        if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
                             raise as_holdfast_error(refusal, self._servers.name) from refusal
                 elif error.code != "MOVED":
                     raise as_holdfast_error(error, self._servers.name) from error
-                await self._moved(error, deadline)
+                await self._in_time(self._servers.moved(error), error, deadline)
 
-    async def _moved(self, error: Exception, deadline: float) -> None:
-        if asyncio.get_running_loop().time() > deadline:
-            raise StorageUnavailable(f"{self._servers.name} moves a key about: {error}") from error
-        await self._servers.moved(error)
+    async def _in_time(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
+        """Wait before another attempt, or give up if it is too late for one."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await pause
+        except TimeoutError:
+            raise StorageUnavailable(f"{self._servers.name} was not ready in time: {error}") from error
 
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
@@ -232,6 +250,8 @@ def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
             return StorageUnavailable(
                 f"a later call of this client reached {name} first: is it shared between processes?"
             )
+        case "MOVED" | "ASK":
+            return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
         case "NOAUTH" | "NOPERM" | "WRONGPASS":
             return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
         case _:

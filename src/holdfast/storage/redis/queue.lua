@@ -4,7 +4,8 @@ A library of functions that servers keep under a name made from its content (cal
 a server. Every call is one atomic step. What a word means is said in machine.py; what a verb promises, in
 storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into.
 
-KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag.
+KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag. A call names
+the ledger; in a cluster also all others that it may touch, so that none is touched while a slot is on its way.
 
   {ns/q}:ledger     string  what the queue knows of itself: see LEDGER
   {ns/q}:jobs       hash    id -> record
@@ -76,7 +77,7 @@ local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 -- Set anew by `run` for every call, and nothing else outlives one: what the server offers, which is not there while it
 -- loads a library, the arguments, the queue, the client, and the time.
 local call, pack, unpack_from, band, sub, byte, max, min
-local KEYS, ARGV, QUEUE, CLIENT, WALL
+local ARGV, QUEUE, CLIENT, WALL
 
 local function wall_clock()
   local time = call('TIME')
@@ -1591,7 +1592,8 @@ end
 -- A call that changes something has a number. The same number gets the same reply again, a lower one is refused, and
 -- neither changes anything: a reply may be lost, a first copy may arrive late.
 local function once(verb, number)
-  local kept = call('GET', KEYS[2])
+  local key = QUEUE .. ':call:' .. CLIENT .. ':' .. verb
+  local kept = call('GET', key)
   if kept then
     local last, at = unpack_from('<I8', kept)
     if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end
@@ -1602,14 +1604,14 @@ local function once(verb, number)
   end
   local reply = VERBS[verb]()
   local keeps = KEPT_AS[verb] and KEPT_AS[verb](reply) or reply
-  call('SET', KEYS[2], pack('<I8', number) .. cmsgpack.pack(keeps), 'PX', CALL_KEPT_MS)
+  call('SET', key, pack('<I8', number) .. cmsgpack.pack(keeps), 'PX', CALL_KEPT_MS)
   return verb == 'enqueue' and with_outcomes(reply) or reply
 end
 
 local function run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
   byte, max, min = string.byte, math.max, math.min
-  KEYS, ARGV, QUEUE, CLIENT = keys, args, keys[1], args[2]
+  ARGV, QUEUE, CLIENT = args, sub(keys[1], 1, -8), args[2]
   WALL = wall_clock()
   if ARGV[3] == '' then return VERBS[ARGV[1]]() end
   return once(ARGV[1], tonumber(ARGV[3]))

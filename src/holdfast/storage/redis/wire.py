@@ -37,7 +37,7 @@ WATCH_S = 0.25
 BACKOFF_S = (0.01, 1.0)
 """The first and the longest pause between two attempts to connect."""
 NOT_READY = frozenset(
-    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
+    ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
 )
 """Answers of a server that will be able to, or whose place another will take: all is sent again."""
 NOT_LOADED = "ERR Function not found"

@@ -1,0 +1,217 @@
+"""A real cluster of three nodes: every verb, with queues on different nodes; moved slots, a node that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from redis.crc import key_slot
+
+from holdfast.clock import ManualClock
+from holdfast.errors import OptionError, StorageUnavailable
+from holdfast.events import Kind, Topic
+from holdfast.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
+from holdfast.storage import Storage, audit, connect
+from holdfast.storage.redis import of_client
+from holdfast.waiters import wait
+from tests import servers
+from tests.servers import Cluster, Server
+from tests.storage.stage import Stage, heard
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return servers.shared_cluster()
+
+
+@pytest.fixture
+def namespace() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def storage(cluster: Cluster, namespace: str) -> AsyncIterator[Storage]:
+    async with connect(cluster.url, clock=ManualClock(), namespace=namespace) as storage:
+        yield storage
+
+
+def slot_of(namespace: str, queue: str) -> int:
+    return key_slot(f"{{{namespace}/{queue}}}".encode())
+
+
+def node_of(cluster: Cluster, namespace: str, queue: str) -> int:
+    """Which third of the slots a queue is in."""
+    return slot_of(namespace, queue) * 3 // 16384
+
+
+def queues_on_every_node(cluster: Cluster, namespace: str) -> list[str]:
+    found: dict[int, str] = {}
+    for n in range(1000):
+        found.setdefault(node_of(cluster, namespace, f"q{n}"), f"q{n}")
+    assert len(found) == 3
+    return [found[node] for node in sorted(found)]
+
+
+async def test_every_verb_works_with_queues_on_different_nodes(
+    cluster: Cluster, storage: Storage, namespace: str
+) -> None:
+    clock: ManualClock = storage._clock  # type: ignore[attr-defined]
+    for name in queues_on_every_node(cluster, namespace):
+        stage = Stage(storage, clock, name)
+        for id in ("done", "failed", "again", "back", "stale", "gone", "kept"):
+            assert (await stage.enqueue(id)).placed is Placed.NEW
+        assert await stage.cancel("gone") is Cancelled.CANCELLED
+        assert await stage.keep("kept", 60) is Kept.LIVE
+        jobs = {job.id: job for job in await stage.claim(10)}
+        assert list(jobs) == ["done", "failed", "again", "back", "stale", "kept"]
+        assert (await stage.extend(jobs["done"])).lost == []
+        assert await stage.complete(jobs["done"]) is Settled.OK
+        assert await stage.fail(jobs["failed"], follow_up=Work(b"alert")) is Settled.OK
+        assert await stage.retry(jobs["again"]) is Settled.OK
+        assert await stage.release(jobs["back"]) is Settled.OK
+        assert await stage.complete(jobs["kept"]) is Settled.OK
+        assert (await stage.expire()).stalled == ["stale"]
+        (follow_up,) = (await storage.scan(f"{name}/failed")).jobs
+        assert follow_up.id.startswith("failed@")
+        assert {job.state for job in (await storage.scan(name)).jobs} == set(State) - {State.RUNNING}
+        await storage.pause(name, True, reason="because")
+        assert (await storage.claim(name, 1, worker="w", lease_ms=1000)).paused
+        assert (await storage.announce(name, {"queues": [name]}, ttl_ms=60_000)).evict is False
+        assert await storage.evict(name) is True
+        assert (await audit(storage, name)).problems == []
+        assert await storage.purge(name, [State.WAITING]) == 3
+    snapshot = await storage.snapshot()
+    assert len(snapshot.queues) == 6
+    assert len(snapshot.workers) == 3
+    assert await storage.purge("nowhere", list(State), drop=True) == 0
+
+
+async def test_hints_and_answers_arrive_from_every_node(cluster: Cluster, storage: Storage, namespace: str) -> None:
+    async with asyncio.timeout(20):
+        for name in queues_on_every_node(cluster, namespace):
+            stage = Stage(storage, storage._clock, name)  # type: ignore[attr-defined]
+            async with storage.subscribe(Topic(name), Topic(name, "wake")) as events:
+                generation = (await stage.enqueue("a")).generation
+                waiter = asyncio.create_task(wait(storage, name, "a", generation))
+                job = await stage.claim_one()
+                while (await stage.the("a")).keep_until_at == 0:  # noqa: ASYNC110 -- a waiter has no event to offer
+                    await asyncio.sleep(0)
+                await stage.complete(job, b"result")
+                assert (await waiter).result == b"result"
+                assert (await heard(events, 3))[::2] == [(Kind.ENQUEUED, "a"), (Kind.COMPLETED, "a")]
+
+
+async def test_many_queues_at_once_go_to_their_own_nodes(cluster: Cluster, storage: Storage) -> None:
+    names = [f"q{n}" for n in range(60)]
+    request = [Request("a", Work(b"payload"))]
+    replies = await asyncio.gather(*(storage.enqueue(name, request) for name in names))
+    assert [reply[0].placed for reply in replies] == [Placed.NEW] * 60
+    assert len((await storage.snapshot()).queues) == 60
+
+
+async def test_a_slot_that_moves_is_followed(namespace: str) -> None:
+    with Cluster() as cluster:
+        async with connect(f"{cluster.url}?timeout=20", namespace=namespace) as storage:
+            (before,) = await storage.enqueue("q", [Request("a", Work(b"1"))])
+            slot, home = slot_of(namespace, "q"), node_of(cluster, namespace, "q")
+            source, target = cluster.nodes[home], cluster.nodes[(home + 1) % 3]
+            move(slot, source, target)
+            (after,) = await storage.enqueue("q", [Request("b", Work(b"2"))])
+            assert after.generation > before.generation
+            claim = await storage.claim("q", 10, worker="w", lease_ms=60_000)
+            assert [job.id for job in claim.jobs] == ["a", "b"]
+            assert target.command("CLUSTER", "COUNTKEYSINSLOT", slot) > 0  # type: ignore[operator]
+            assert (await audit(storage, "q")).problems == []
+
+
+async def test_while_a_slot_is_on_its_way_its_calls_wait_and_touch_nothing(namespace: str) -> None:
+    with Cluster() as cluster:
+        async with connect(f"{cluster.url}?timeout=20", namespace=namespace) as storage:
+            await storage.enqueue("q", [Request("a", Work(b"1"))])
+            slot, home = slot_of(namespace, "q"), node_of(cluster, namespace, "q")
+            source, target = cluster.nodes[home], cluster.nodes[(home + 1) % 3]
+            begin_move(slot, source, target)
+            source.command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", f"{{{namespace}/q}}:jobs")
+            calls = [
+                asyncio.create_task(storage.enqueue("q", [Request("b", Work(b"2"))])),
+                asyncio.create_task(storage.claim("q", 1, worker="w", lease_ms=60_000)),
+            ]
+            await asyncio.sleep(0.3)
+            assert not any(call.done() for call in calls)
+            touched = source.command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+            assert isinstance(touched, list)
+            assert not any(key.endswith((b":runs", b":running")) for key in touched)
+            migrate(slot, source, target)
+            end_move(slot, source, target)
+            enqueued, claim = await asyncio.gather(*calls)
+            assert enqueued[0].placed is Placed.NEW
+            assert [job.id for job in claim.jobs] == ["a"]
+            assert (await audit(storage, "q")).problems == []
+
+
+def move(slot: int, source: Server, target: Server) -> None:
+    begin_move(slot, source, target)
+    migrate(slot, source, target)
+    end_move(slot, source, target)
+
+
+def begin_move(slot: int, source: Server, target: Server) -> None:
+    target.command("CLUSTER", "SETSLOT", slot, "IMPORTING", source.command("CLUSTER", "MYID"))
+    source.command("CLUSTER", "SETSLOT", slot, "MIGRATING", target.command("CLUSTER", "MYID"))
+
+
+def migrate(slot: int, source: Server, target: Server) -> None:
+    keys = source.command("CLUSTER", "GETKEYSINSLOT", slot, 1000)
+    assert isinstance(keys, list)
+    source.command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+
+
+def end_move(slot: int, source: Server, target: Server) -> None:
+    for node in (target, source):
+        node.command("CLUSTER", "SETSLOT", slot, "NODE", target.command("CLUSTER", "MYID"))
+
+
+async def test_a_node_that_is_away_for_a_while_costs_its_queues_only_time(namespace: str) -> None:
+    with Cluster() as cluster:
+        names = queues_on_every_node(cluster, namespace)
+        for node in cluster.nodes:
+            node.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        async with connect(f"{cluster.url}?timeout=20", namespace=namespace) as storage:
+            for name in names:
+                await storage.enqueue(name, [Request("a", Work(b"1"))])
+            cluster.nodes[1].pause()
+            waits = asyncio.create_task(storage.enqueue(names[1], [Request("b", Work(b"1"))]))
+            for name in (names[0], names[2]):
+                (reply,) = await storage.enqueue(name, [Request("b", Work(b"1"))])
+                assert reply.placed is Placed.NEW
+            assert not waits.done()
+            cluster.nodes[1].resume()
+            async with asyncio.timeout(20):
+                assert (await waits)[0].placed is Placed.NEW
+
+
+async def test_a_cluster_under_a_plain_url_says_what_to_write(cluster: Cluster) -> None:
+    async def enqueue_in_some() -> None:
+        for n in range(20):
+            async with connect(f"redis://127.0.0.1:{cluster.nodes[0].port}", namespace=f"n{n}") as storage:
+                await storage.enqueue("q", [Request("a", Work(b""))])
+
+    with pytest.raises(StorageUnavailable, match=r"redis\+cluster://"):
+        await enqueue_in_some()
+
+
+async def test_a_clusters_own_client_will_do(cluster: Cluster, namespace: str) -> None:
+    client = redis.asyncio.RedisCluster(host="127.0.0.1", port=cluster.nodes[2].port)
+    async with of_client(client, namespace=namespace) as storage:
+        for name in queues_on_every_node(cluster, namespace):
+            assert (await storage.enqueue(name, [Request("a", Work(b""))]))[0].placed is Placed.NEW
+    assert await client.ping(target_nodes=redis.asyncio.RedisCluster.RANDOM)
+    await client.aclose()
+
+
+def test_a_cluster_has_one_database(cluster: Cluster) -> None:
+    with pytest.raises(OptionError, match="only database 0"):
+        connect(f"{cluster.url}/3")
