@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from benchmarks import redis_storage
 from holdfast.jobs import Complete, Lease, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
@@ -495,7 +496,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *lines))
 
 
-async def main() -> None:
+async def main() -> tuple[bool, bool]:
     parser = argparse.ArgumentParser(prog="./dev bench storage", description="What a job costs, verb by verb.")
     parser.add_argument("--quick", action="store_true", help="small counts, one round, no million: a few seconds")
     parser.add_argument("--million", action=argparse.BooleanOptionalAction, help="flatness, with a million queued")
@@ -511,7 +512,8 @@ async def main() -> None:
     if asked.json is not None:
         asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     print(render(report))
+    return asked.quick, million
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    redis_storage.run(*asyncio.run(main()))
