@@ -179,9 +179,7 @@ class Server:
         return self.start()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        usual = f"--port {self.port} --bind {HOST} --daemonize no --appendonly no".split()
-        there = ["--logfile", str(self.directory / "log"), "--dir", str(self.directory)]
-        command = [str(self._binary), *usual, "--save", "", *there, *self.args]
+        command = self._command()
         # The kernel counts the death of the thread that started the server as its parent's death.
         if sys.platform == "linux" and threading.current_thread() is threading.main_thread():
             command = [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *command]
@@ -194,6 +192,11 @@ class Server:
                 cwd=self.directory,
                 process_group=0,  # Ctrl-C is for the test run, which then stops its servers itself
             )
+
+    def _command(self) -> list[str]:
+        usual = f"--port {self.port} --bind {HOST} --daemonize no --appendonly no".split()
+        there = ["--logfile", str(self.directory / "log"), "--dir", str(self.directory)]
+        return [str(self._binary), *usual, "--save", "", *there, *self.args]
 
     def _is_up(self) -> bool:
         """Whether PING is answered, and by this very process rather than by another one on the same port."""
@@ -211,6 +214,25 @@ class Server:
     def _last_words(self) -> str:
         files = [self.directory / "output", self.directory / "log"]
         return "\n".join(file.read_text(errors="replace")[-2000:] for file in files if file.exists())
+
+
+class SentinelServer(Server):
+    """A sentinel from Valkey's binary, that watches one master and fails over quickly."""
+
+    def __init__(self, service: str, master: Server) -> None:
+        self._service = service
+        self._master = master
+        super().__init__("valkey")
+
+    def _command(self) -> list[str]:
+        config = self.directory / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\nbind {HOST}\ndir {self.directory}\nlogfile {self.directory / 'log'}\n"
+            f"sentinel monitor {self._service} {HOST} {self._master.port} 1\n"
+            f"sentinel down-after-milliseconds {self._service} 500\n"
+            f"sentinel failover-timeout {self._service} 5000\n"
+        )
+        return [str(self._binary), str(config), "--sentinel"]
 
 
 class Cluster:

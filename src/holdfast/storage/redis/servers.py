@@ -131,6 +131,8 @@ class OneServer:
         self._options = options
         self._keeper = keeper
         """What must live for as long as we do: a sentinel's pool, which its connections know only weakly."""
+        self.owned: list[Redis] = []
+        """Clients that were made on the way, to be closed with us."""
         self._wire: Wire | None = None
 
     def wire(self, key: str) -> Wire:
@@ -151,6 +153,8 @@ class OneServer:
         if self._wire is not None:
             await self._wire.close()
             self._wire = None
+        for client in self.owned:
+            await client.aclose()
 
 
 Address = tuple[str, int]
@@ -277,9 +281,11 @@ def find(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
     parts = urlsplit(url)
     try:
         return _find(url, parts, shown)
+    except OptionError:
+        raise
+    except TypeError as error:
+        raise OptionError(f"{shown!r:.120} has an option that redis-py does not know: {error}") from None
     except (ValueError, RedisError) as error:
-        if isinstance(error, OptionError):
-            raise
         raise OptionError(f"{shown!r:.120} is not a URL of a server: {error}") from None
 
 
@@ -308,7 +314,8 @@ def _find(url: str, parts: SplitResult, shown: str) -> tuple[Servers, dict[str, 
     kind = cast("type[AbstractConnection]", options.pop("connection_class", Connection))
     if options.pop("ssl", "") in ("1", "true", "True"):
         kind = SSLConnection
-    _link(kind, {**options, "connection_pool": None} if service else options)  # Raises for an unknown option.
+    known = {name: value for name, value in options.items() if not (service and name.startswith("sentinel_"))}
+    _link(kind, known)  # Raises for an option that redis-py does not know.
     if scheme == "redis+cluster":
         if options.pop("db", 0):
             raise OptionError(f"{shown!r:.120}: a cluster has only database 0")
@@ -333,7 +340,9 @@ def _behind_sentinels(
     asking |= {name.removeprefix("sentinel_"): value for name, value in credentials.items()}
     sentinel = Sentinel(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
     client: Redis = sentinel.master_for(service, ssl=issubclass(kind, SSLConnection), **options)  # pyright: ignore
-    return of_client(client, shown)
+    server = of_client(client, shown)
+    server.owned = [*sentinel.sentinels, client]
+    return server
 
 
 def of_client(client: object, shown: str = "") -> OneServer:
