@@ -147,7 +147,13 @@ class RedisStorage(CheckedStorage):
         await self._servers.close()
 
     async def _check_server(self) -> None:
-        reply: bytes = await self._calls.command(self._name(), "INFO", "everything")
+        try:
+            reply: bytes = await self._calls.command(self._name(), "INFO", "server", "memory")
+        except StorageUnavailable as error:
+            if "NOPERM" not in str(error):
+                raise
+            log.warning("%s does not let us see its version and its maxmemory-policy: %s", self._servers.name, error)
+            return
         info = dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
         kind = "valkey" if "valkey_version" in info else "redis"
         version = info.get(f"{kind}_version", "0")
@@ -163,9 +169,7 @@ class RedisStorage(CheckedStorage):
         log.info("jobs are in %s, %s %s", self._servers.name, kind, version)
 
     async def _check_layout(self) -> None:
-        key = f"{self._name()}:layout"
-        await self._calls.command(key, "SET", key, LAYOUT, "NX")
-        found: bytes = await self._calls.command(key, "GET", key)
+        found: bytes = await self._calls.read(self._name(), "layout", LAYOUT)
         if not found.isdigit() or int(found) > LAYOUT:
             raise LayoutTooNew(
                 f"namespace {self.namespace} of {self._servers.name} has layout {found.decode(errors='replace')!r:.20},"
@@ -189,8 +193,7 @@ class RedisStorage(CheckedStorage):
         """Put a queue on the namespace's list before it is made, and again if it was made anew: it may have been
         dropped, and struck off, meanwhile."""
         if opened or queue not in self._listed:
-            key = f"{self._name()}:queues"
-            await self._calls.command(key, "SADD", key, queue)
+            await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
 
     # Changing

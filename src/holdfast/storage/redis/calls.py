@@ -35,7 +35,7 @@ INJECTED_CLOCK = "return tonumber(table.remove(ARGV))"
 KEYS = (
     *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
-    *(":workers", ":beats"),
+    *(":workers", ":beats", ":queues", ":layout"),
 )
 """What the keys of a queue, or of what a namespace shares, end in. queue.lua says what they are."""
 

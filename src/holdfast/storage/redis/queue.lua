@@ -17,9 +17,9 @@ the ledger; in a cluster also all others that it may touch, so that none is touc
   {ns/q}:floor      string  the last stamp of a queue that was dropped; expires
   {ns/q}:call:CLIENT:VERB   string  that client's last number for this verb, and the reply; expires when idle
   {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish`
-  {ns}:queues       set     names of queues (kept by the client: in a cluster it is on another node)
+  {ns}:queues       set     names of queues: see `list`, which the client calls; in a cluster it is on a node of its own
   {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by when that expires
-  {ns}:layout       string  the layout version (kept by the client)
+  {ns}:layout       string  the layout version
 
 RECORD. Times and stamps are microseconds in 8 bytes; `n + 1` with 0 for none. Little-endian, but for the first line: there
 a plain record has the very bytes that its entry among the waiting begins with.
@@ -1130,11 +1130,9 @@ local function due(books, limit)
       local id, member, entry = ids[at], members[at], nil
       if not is_plain(raws[at], runs[at], index, member) then
         entry = load(books, {id})[id]
-        if entry.damaged or entry.key ~= index or entry.member ~= member then
-          call('ZREM', books.queue .. index, member)
-          wrong[#wrong + 1] = entry
-        elseif misplaced(entry.job, books.time) then
-          wrong[#wrong + 1] = entry
+        local stray = entry.damaged or entry.key ~= index or entry.member ~= member
+        if stray or misplaced(entry.job, books.time) then
+          wrong[#wrong + 1] = {entry = entry, index = stray and index, member = member}
         end
       end
       local next_at = #found.ids + 1
@@ -1151,7 +1149,9 @@ local function due_in_place(books, limit)
   for _ = 1, MEND_PASSES do
     local found, wrong = due(books, limit)
     if #wrong == 0 then return books, found end
-    for _, entry in ipairs(wrong) do
+    for _, found_wrong in ipairs(wrong) do
+      local entry = found_wrong.entry
+      if found_wrong.index then call('ZREM', books.queue .. found_wrong.index, found_wrong.member) end
       if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
         machine.follow_clock(entry.job, books.time)
         put(books, entry, entry.job)
@@ -1163,7 +1163,7 @@ local function due_in_place(books, limit)
     books = open(books.queue)
   end
   local found, wrong = due(books, limit)
-  for _, entry in ipairs(wrong) do books.entries[entry.id] = GONE end
+  for _, found_wrong in ipairs(wrong) do books.entries[found_wrong.entry.id] = GONE end
   return books, found
 end
 
@@ -1555,6 +1555,17 @@ function VERBS.recount()
   ledger[TOTALS + KIND.ENQUEUED] = ledger[TOTALS + KIND.ENQUEUED] + tonumber(ARGV[7])
   write_ledger(QUEUE, ledger)
   return 1
+end
+
+-- What a namespace shares. A full server lets this pass, too: a worker that begins must be able to drain it.
+
+function VERBS.list()
+  return call('SADD', QUEUE .. ':queues', ARGV[4])
+end
+
+function VERBS.layout()
+  call('SET', QUEUE .. ':layout', ARGV[4], 'NX')
+  return call('GET', QUEUE .. ':layout')
 end
 
 -- Workers: one record each for the whole namespace, on the wall clock.

@@ -134,7 +134,7 @@ class Wire:
     def send(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: str | None = None) -> None:
         """Send a command now, or as soon as there is a connection. `deliver` gets its reply, or an error."""
         if self._closed:
-            deliver(StorageUnavailable(f"the connection to {self.name} is closed"))
+            self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
         request = Request(args, deadline, deliver, library)
         self._pending.append(request)
