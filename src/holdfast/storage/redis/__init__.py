@@ -304,6 +304,8 @@ class RedisStorage(CheckedStorage):
             key = f"{self._name()}:queues"
             self._listed.discard(queue)
             await self._calls.command(key, "SREM", key, queue)
+            if await self._calls.read(self._key(queue), "stats"):  # Somebody has made it anew meanwhile.
+                await self._list(queue, opened=True)
         return int(done)
 
     async def _announce(self, worker: str, facts: Facts, ttl_ms: int) -> Orders:
