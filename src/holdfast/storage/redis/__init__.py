@@ -229,9 +229,15 @@ class RedisStorage(CheckedStorage):
         now, next_run_at, next_sweep_at, paused, flat, fences, *rest = reply
         time = QueueTime(now, skew=rest[0] if rest else 0)
         jobs: list[Job] = []
+        garbled: list[Argument] = []
         for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
             run = Run(worker, fence, lease_ms, now + 1000 * lease_ms)
-            jobs.append(as_read(claimed(id, raw, run), time))
+            try:
+                jobs.append(as_read(claimed(id, raw, run), time))
+            except UNREADABLE:
+                garbled += ("garbled", id, ":running")
+        if garbled:  # What only a client can judge: codecs and limits.
+            await self._calls.ask(self._key(queue), "mend", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:

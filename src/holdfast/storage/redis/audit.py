@@ -91,8 +91,12 @@ class Audit:
             problem = self._entry(entry, at.counts, time)
             if problem is not None:
                 problems.append(problem)
-                strays = problem.kind in ("index", "misplaced", "garbled")
-                mends += ("entry", entry.member, entry.where) if strays else ("record", entry.id, "")
+                if problem.kind in ("index", "misplaced"):
+                    mends += ("entry", entry.member, entry.where)
+                elif problem.kind == "garbled":
+                    mends += ("garbled", entry.member, entry.where)
+                else:
+                    mends += ("record", entry.id, "")
         return len(page.entries), len(page.entries) < PAGE
 
     def _entry(self, entry: Entry, counts: dict[str, int], time: QueueTime) -> Problem | None:

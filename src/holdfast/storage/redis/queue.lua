@@ -143,7 +143,9 @@ local function decode_outcome(packed)
     outcome.error = sub(packed, at, at + error_size - 2)
     at = at + error_size - 1
   end
-  if at ~= #packed + 1 or not INDEXES[outcome.state] then error('garbled') end
+  if at ~= #packed + 1 or not INDEXES[outcome.state] or max(outcome.generation, outcome.forget_at) > NEVER then
+    error('garbled')
+  end
   return outcome
 end
 
@@ -157,6 +159,10 @@ local function decode_next(packed, at)
   local following, takes_payload, resets_counts, size = {}, nil, nil, nil
   following.generation, following.run_at, following.arrival, following.wall_at, takes_payload, following.takes_run_at,
     resets_counts, following.priority, size, at = unpack_from('<I8I8I8I8BBBBI2', packed, at)
+  if max(following.generation, following.run_at, following.arrival, following.wall_at) > NEVER
+    or following.priority > 9 or following.takes_run_at > IF_EARLIER or at + size - 1 > #packed then
+    error('garbled')
+  end
   following.takes_payload, following.resets_counts = takes_payload == 1, resets_counts == 1
   following.terms, following.payload = sub(packed, at, at + size - 1), sub(packed, at + size)
   return following
@@ -176,6 +182,7 @@ local function decode_run(packed)
   flags, run.fence, run.lease_ms, run.until_at, size, at = unpack_from('<BI8I4I8I2', packed)
   run.worker = sub(packed, at, at + size - 1)
   at = at + size
+  if max(run.fence, run.until_at) > NEVER or at > #packed + 1 then error('garbled') end
   if flags ~= 0 then
     run.overdue, run.cancel_asked = band(flags, OVERDUE) ~= 0, band(flags, CANCEL_ASKED) ~= 0
     if band(flags, PROGRESS) ~= 0 then
@@ -214,6 +221,7 @@ local function decode_long(job, raw, at)
   local keep_ms, error_size, previous_size, waiters_size
   job.arrival, job.wall_at, job.attempts, job.retries, job.stalls, job.timeouts, keep_ms, job.keep_until_at, error_size,
     previous_size, waiters_size, at = unpack_from('<I8I8I4I4I4I4I8I8I4I4I4', raw, at)
+  if max(job.arrival, job.wall_at, job.keep_until_at, keep_ms) > NEVER then error('garbled') end
   if keep_ms > 0 then job.keep_ms = keep_ms - 1 end
   if error_size > 0 then
     job.error = sub(raw, at, at + error_size - 2)
@@ -231,7 +239,7 @@ local BLANK = {__index = {wall_at = 0, attempts = 0, retries = 0, stalls = 0, ti
 
 local function decode(id, raw, run)
   local flags, priority, generation, run_at, at = unpack_from('>BBI8I8', raw)
-  if flags < MARK or flags >= MARK + 32 or priority > 9 then error('garbled') end
+  if flags < MARK or flags >= MARK + 32 or priority > 9 or max(generation, run_at) > NEVER then error('garbled') end
   local job = setmetatable({id = id, raw = raw, priority = priority, generation = generation, run_at = run_at,
     arrival = generation, payload_at = at, named = band(flags, NAMED) ~= 0, has_payload = band(flags, PAYLOAD) ~= 0}, BLANK)
   local size
@@ -1519,18 +1527,17 @@ function VERBS.unindexed()
   return {after, found, #page[2] / 2}
 end
 
--- Repair: put these records where they belong, strike these entries, then these runs that no record has.
+-- Repair, in threes: what is wrong, an entry or an id, and the index. An `entry` is struck, and its record put where it
+-- belongs; so is a `record`; what is `garbled` to a client is taken for failed, though it may seem sound here.
 function VERBS.mend()
   local books, ids = find(QUEUE), {}
   if not books then return 0 end
   for at = 4, #ARGV, 3 do
-    local what, id, index = ARGV[at], ARGV[at + 1], ARGV[at + 2]
-    if what == 'entry' then
-      call('ZREM', QUEUE .. index, id)
-      ids[#ids + 1] = id_of(index, id)
-    else
-      ids[#ids + 1] = id
-    end
+    local what, member, index = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+    local id = what == 'record' and member or id_of(index, member)
+    if what == 'garbled' then books.entries[id] = damaged_entry(books, id, call('HGET', QUEUE .. ':runs', id)) end
+    if what ~= 'record' then call('ZREM', QUEUE .. index, member) end
+    ids[#ids + 1] = id
   end
   local entries = load(books, ids)
   for _, id in ipairs(ids) do

@@ -74,6 +74,9 @@ class _Terms(Value, frozen=True):
 _encode_terms = msgspec.msgpack.Encoder().encode
 _decode_terms = msgspec.msgpack.Decoder(_Terms).decode
 
+LAST = 2**53 - 1
+"""No time is later: as much as a double holds exactly."""
+
 UNREADABLE = (struct.error, IndexError, ValueError, TypeError, msgspec.DecodeError)
 """What decoding may raise, whatever is in a record."""
 
@@ -147,6 +150,7 @@ def decode_job(id: bytes, raw: bytes, packed_run: bytes | None) -> Job:
         at += size
     if at > len(raw):
         raise Garbled("shorter than it says")
+    _check_times(generation, run_at, arrival, wall_at, keep, keep_until_at)
     payload = raw[at:] if flags & PAYLOAD else None
     return Job(
         clean_id(id),
@@ -169,6 +173,11 @@ def decode_job(id: bytes, raw: bytes, packed_run: bytes | None) -> Job:
     )
 
 
+def _check_times(*times: int) -> None:
+    if max(times) > LAST:
+        raise Garbled("a time that no clock shows")
+
+
 def _bytes(raw: bytes, at: int, size: int) -> tuple[bytes | None, int]:
     """Bytes whose size is kept plus one, 0 for none, and where they end."""
     return (raw[at : at + size - 1], at + size - 1) if size else (None, at)
@@ -182,8 +191,9 @@ def decode_outcome(packed: bytes) -> Outcome:
     result, at = _bytes(packed, at, result_size)
     error, at = _bytes(packed, at, error_size)
     known = STATES[state]
-    if at != len(packed) or known is None:
+    if at != len(packed) or known is None or known.live:
         raise Garbled("no outcome")
+    _check_times(generation, ended_at, forget_at, dedup_at)
     return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
 
 
@@ -191,6 +201,9 @@ def decode_run(packed: bytes) -> Run:
     flags, fence, lease_ms, until_at, size = _RUN.unpack_from(packed)
     at = _RUN.size + size
     worker = packed[_RUN.size : at].decode()
+    _check_times(fence, until_at)
+    if at > len(packed):
+        raise Garbled("shorter than it says")
     progress: bytes | None = None
     if flags & PROGRESS:
         (size,) = _SIZE.unpack_from(packed, at)
@@ -207,6 +220,9 @@ def _decode_next(packed: bytes, at: int) -> Next:
     numbers: tuple[int, ...] = _NEXT.unpack_from(packed, at)
     generation, run_at, arrival, wall_at, takes_payload, rule, resets, priority, size = numbers
     at += _NEXT.size
+    _check_times(generation, run_at, arrival, wall_at)
+    if at + size > len(packed) or priority > 9:
+        raise Garbled("shorter than it says")
     work = _work_of(packed[at + size :], priority, packed[at : at + size])
     return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload), RULES[rule], bool(resets))
 
