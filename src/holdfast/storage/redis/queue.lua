@@ -581,6 +581,11 @@ local function list_of(lists, key)
   return list
 end
 
+local function append(list, first, second)
+  local size = #list
+  list[size + 1], list[size + 2] = first, second
+end
+
 local NO_STEPS = {}
 
 local function new_ledger(queue)
@@ -777,40 +782,24 @@ local function mend(books, entry)
 end
 
 local function save(books, entry)
-  local writes = books.writes
-  local job, ledger, key, score, member = entry.job, books.ledger, nil, nil, nil
+  local id, job, ledger, writes, key, score, member = entry.id, entry.job, books.ledger, books.writes, nil, nil, nil
   count(books, entry.view, -1)
   if entry.damaged or entry.everywhere then
-    for state = RUNNING, CANCELLED do
-      local list = list_of(writes.zrem, INDEXES[state])
-      list[#list + 1] = entry.id
-    end
+    for state = RUNNING, CANCELLED do append(list_of(writes.zrem, INDEXES[state]), id) end
     if entry.live then ledger[TOTALS + KIND.FAILED] = ledger[TOTALS + KIND.FAILED] + 1 end
-    if entry.damaged then books.time[LAST_STAMP] = max(books.time[LAST_STAMP], job and job.generation or 0) end
+    if entry.damaged then ledger[LAST_STAMP] = max(ledger[LAST_STAMP], job and job.generation or 0) end
   end
   if job then
     key, score, member = index_of(job)
     count(books, view_of(job), 1)
     if job.changed then
       machine.tidy(job, books.now)
-      local list = list_of(writes, 'jobs')
-      list[#list + 1] = entry.id
-      list[#list + 1] = encode(job)
+      append(list_of(writes, 'jobs'), id, encode(job))
     end
-    if job.run then
-      if job.run.changed then
-        local list = list_of(writes, 'runs')
-        list[#list + 1] = entry.id
-        list[#list + 1] = encode_run(job.run)
-      end
-    elseif entry.ran then
-      local list = list_of(writes, 'ended')
-      list[#list + 1] = entry.id
-    end
+    if job.run and job.run.changed then append(list_of(writes, 'runs'), id, encode_run(job.run)) end
+    if entry.ran and not job.run then append(list_of(writes, 'ended'), id) end
     if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
-      local list = list_of(writes.zadd, key)
-      list[#list + 1] = score
-      list[#list + 1] = member
+      append(list_of(writes.zadd, key), score, member)
     end
     if job.outcome then
       ledger[FORGET_AT] = min(ledger[FORGET_AT], score)
@@ -818,17 +807,10 @@ local function save(books, entry)
       ledger[PRIORITIES] = ledger[PRIORITIES] + PRIORITY_BITS[job.priority]
     end
   elseif entry.key or entry.damaged or entry.everywhere then
-    local list = list_of(writes, 'gone')
-    list[#list + 1] = entry.id
-    if entry.ran then
-      list = list_of(writes, 'ended')
-      list[#list + 1] = entry.id
-    end
+    append(list_of(writes, 'gone'), id)
+    if entry.ran then append(list_of(writes, 'ended'), id) end
   end
-  if entry.key and (entry.key ~= key or entry.member ~= member) then
-    local list = list_of(writes.zrem, entry.key)
-    list[#list + 1] = entry.member
-  end
+  if entry.key and (entry.key ~= key or entry.member ~= member) then append(list_of(writes.zrem, entry.key), entry.member) end
 end
 
 local function flush(queue, writes)
@@ -996,11 +978,6 @@ local PLAIN = {}
 for flags = MARK, MARK + 31 do PLAIN[flags] = flags % 2 == 0 and flags % 16 < 8 end
 
 local GONE = {}
-
-local function append(list, first, second)
-  local size = #list
-  list[size + 1], list[size + 2] = first, second
-end
 
 -- A new id, due at once, that nobody waits for.
 local function start_plain(books, request)
