@@ -10,8 +10,8 @@ import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, Self
 
 import msgspec
@@ -78,6 +78,8 @@ log = logging.getLogger("holdfast.redis")
 
 TIMEOUT_S = 10.0
 """How long a call tries to reach the server before it gives up."""
+MAX_TIMEOUT_S = 300.0
+"""A reply is kept for ten minutes: who repeated a call for longer could repeat what it did."""
 CLIENT_BYTES = 9
 """Of randomness in a client's name, which has 12 characters: queue.lua cuts lists of waiters there."""
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
@@ -196,6 +198,15 @@ class RedisStorage(CheckedStorage):
             await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
 
+    @contextmanager
+    def _may_open(self, queue: str) -> Generator[None]:
+        """Around a call that may make a queue: if its reply is not seen, the next one lists the queue again."""
+        try:
+            yield
+        except BaseException:
+            self._listed.discard(queue)
+            raise
+
     # Changing
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
@@ -208,16 +219,17 @@ class RedisStorage(CheckedStorage):
         for request in jobs:
             items += request_args(request)
             size += len(request.work.payload or b"")
-        answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
-        opened, packed, cached = answer
-        if opened and not listed_now:
-            await self._list(queue, opened=True)
+        with self._may_open(queue):
+            answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
+            opened, packed, cached = answer
+            if opened and not listed_now:
+                await self._list(queue, opened=True)
         mine = packed[start * ENQUEUED.size : (start + len(jobs)) * ENQUEUED.size]
         replies: list[Enqueued] = [
             Enqueued(request.id, PLACED[placed], generation, STATES[state])
             for request, (placed, state, generation) in zip(jobs, _each(ENQUEUED, mine), strict=True)
         ]
-        for at, outcome in cached:
+        for at, outcome, *_ in cached:
             index: int = at - 1 - start
             if 0 <= index < len(replies) and outcome:
                 replies[index] = msgspec.structs.replace(replies[index], outcome=decode_outcome(outcome))
@@ -252,10 +264,11 @@ class RedisStorage(CheckedStorage):
             args = settlement_args(item)
             items += args
             size += len(args[2]) + len(args[3])
-        reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
-        opened, replies = reply
-        if opened and not follows:
-            await self._list(companion, opened=True)
+        with self._may_open(companion):
+            reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
+            opened, replies = reply
+            if opened and not follows:
+                await self._list(companion, opened=True)
         return [_SETTLED[code] for code in replies[start : start + len(batch)]]
 
     async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended:
@@ -289,9 +302,10 @@ class RedisStorage(CheckedStorage):
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         self._check_open()
         await self._list(queue)
-        opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
-        if opened:
-            await self._list(queue, opened=True)
+        with self._may_open(queue):
+            opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
+            if opened:
+                await self._list(queue, opened=True)
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
         self._check_open()
@@ -528,8 +542,8 @@ def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
         timeout_s = float(ours.get("timeout", TIMEOUT_S))
     except ValueError:
         timeout_s = 0.0
-    if not 0.1 <= timeout_s <= 3600:
-        raise OptionError(f"{shown!r:.120}: timeout is a number of seconds from 0.1 to 3600")
+    if not 0.1 <= timeout_s <= MAX_TIMEOUT_S:
+        raise OptionError(f"{shown!r:.120}: timeout is a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
     return RedisStorage(servers, timeout_s=timeout_s, allow_eviction=ours.get("eviction") == "allow", **options)
 
 

@@ -1,9 +1,9 @@
 """Calls of queue.lua: numbered, in order, and together where several callers ask for the same.
 
 Nothing in flight: a call is sent at once. What is asked meanwhile waits, and goes as one batch per verb when the reply
-is there, in the order in which it was asked, per queue and across verbs. One call per queue and verb is in flight, so
-the script needs to remember only the last number of each. A cancelled caller leaves if its call was not sent; if it
-was, its effect stands.
+is there, in the order in which it was asked, per queue and across verbs (unless the server turns down one call and
+takes the next). One call per queue and verb is in flight, so the library needs to remember only the last number of
+each. A cancelled caller leaves if its call was not sent; if it was, its effect stands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LAYOUT = 1
 BODY = resources.files("holdfast.storage.redis").joinpath("queue.lua").read_text()
 CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
 """Where the script reads the server's clock: the only place where it learns the time."""
-INJECTED_CLOCK = "return tonumber(table.remove(ARGV))"
+REGISTERS = "redis.register_function"
+"""Where the library registers its functions: the end of it."""
+INJECTED_CLOCK = "return tonumber(table.remove(ARGS))"
 """What stands there instead when a storage is opened with a clock of its own, as tests do."""
 
 
@@ -48,7 +50,14 @@ class Library:
             assert CLOCK in body
             body = body.replace(CLOCK, INJECTED_CLOCK)
         self.name = f"holdfast_{hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()[:16]}"
-        self.text = f"#!lua name={self.name}\nlocal NAME = '{self.name}'\n{body}"
+        self._functions = f"local NAME = '{self.name}'\n{body}"
+        self.text = f"#!lua name={self.name}\n{self._functions}"
+
+    def script(self, name: str) -> str:
+        """One of the two functions as a script, for a server that takes no library."""
+        head = "#!lua" if name.endswith("_enqueue") else "#!lua flags=allow-oom"
+        functions = self._functions.partition(REGISTERS)[0]
+        return f"{head}\n{functions}return run(KEYS, ARGV)"
 
 
 class Ask:
@@ -161,7 +170,7 @@ class Calls:
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
-        return await self._routed(key, self._command(verb, key, 0, args), self._library.text)
+        return await self._routed(key, self._command(verb, key, 0, args), self._library)
 
     async def command(self, key: str, *args: Argument) -> Reply:
         """Send a plain command to whoever has the key."""
@@ -171,9 +180,9 @@ class Calls:
         """Send a numbered call. A single server needs no task for that: the reply comes straight from the wire."""
         command = self._command(verb, key, number, args)
         if not self._servers.clustered:
-            self._servers.wire(key).send(command, self._deadline(), deliver, self._library.text)
+            self._servers.wire(key).send(command, self._deadline(), deliver, self._library)
             return
-        task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library.text))
+        task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda task: deliver(_outcome_of(task)))
@@ -189,7 +198,7 @@ class Calls:
         bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
         return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
-    async def _routed(self, key: str, args: tuple[Argument, ...], library: str | None) -> Reply:
+    async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, wherever it moves meanwhile."""
         deadline = self._deadline()
         while True:
@@ -203,7 +212,7 @@ class Calls:
                     continue
                 if error.code == "ASK" and isinstance(self._servers, ClusterServers):
                     try:
-                        return await self._servers.ask(address_in(error), args, deadline, library)
+                        return await self._servers.ask(address_in(error), args, deadline, library=library)
                     except ServerError as refusal:
                         if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
                             raise as_holdfast_error(refusal, self._servers.name) from refusal

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.servers import Servers
-from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Link, Reply, ServerError
+from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Argument, Link, Reply, ServerError
 
 log = logging.getLogger("holdfast.redis")
 
@@ -38,6 +38,7 @@ class Ear:
         self._lost = lost
         self._channels: Counter[str] = Counter()
         self._confirmed: dict[str, asyncio.Event] = {}
+        self._leaving: Counter[str] = Counter()
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -67,6 +68,7 @@ class Ear:
             self._confirmed.pop(channel, None)
             if self._link is not None:
                 self._link.write("SUNSUBSCRIBE", channel)
+                self._leaving[channel] += 1
 
     async def close(self) -> None:
         if self._task is not None:
@@ -96,6 +98,7 @@ class Ear:
                 pause = min(2 * pause, BACKOFF_S[1])
             finally:
                 self._link = None
+                self._leaving.clear()
                 for event in self._confirmed.values():
                     event.clear()
                 if link is not None:
@@ -129,8 +132,11 @@ class Ear:
             self._hear(channel.decode(), rest[0])
         elif kind == b"ssubscribe" and channel.decode() in self._confirmed:
             self._confirmed[channel.decode()].set()
-        elif kind == b"sunsubscribe" and channel and channel.decode() in self._channels:
-            raise LinkError("the server took a channel away")  # Its slot moves to another node.
+        elif kind == b"sunsubscribe" and channel:
+            name = channel.decode()
+            self._leaving[name] -= 1
+            if self._leaving[name] < 0 and name in self._channels:
+                raise LinkError("the server took a channel away")  # Its slot moves to another node.
 
 
 class Bell:
@@ -141,25 +147,32 @@ class Bell:
         self._servers = servers
         self._ring = ring
         self._keys: Counter[str] = Counter()
+        self._client = 0
+        """The number by which the server knows the connection that blocks."""
         self._task: asyncio.Task[None] | None = None
 
     def add(self, key: str) -> None:
         self._keys[key] += 1
-        if self._keys[key] == 1 and self._task is not None:
-            self._task.cancel()  # It waits for the keys that there were.
-            self._task = None
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="holdfast bell")
+        elif self._keys[key] == 1:
+            self._send(key, "CLIENT", "UNBLOCK", self._client)  # It waits for the keys that there were.
 
     def remove(self, key: str) -> None:
         self._keys[key] -= 1
         if self._keys[key] <= 0:
             del self._keys[key]
+            self._send(key, "CLIENT", "UNBLOCK", self._client)
 
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _send(self, key: str, *args: Argument) -> None:
+        """Say something to the server, and do not wait for what it answers."""
+        deadline = asyncio.get_running_loop().time() + BLOCK_S
+        self._servers.wire(key).send(args, deadline, lambda reply: None)
 
     async def _run(self) -> None:
         pause = BACKOFF_S[0]
@@ -167,14 +180,11 @@ class Bell:
             link: Link | None = None
             try:
                 link = await self._servers.link(next(iter(self._keys)))
+                self._client = await self._ask(link, "CLIENT", "ID")
                 while self._keys:
-                    link.write("BLPOP", *self._keys, str(BLOCK_S))
-                    async with asyncio.timeout(BLOCK_S + REPLY_S):
-                        reply = await link.read()
-                    if isinstance(reply, ServerError):
-                        raise reply
-                    if reply is not None:
-                        self._ring(reply[0].decode())
+                    token = await self._ask(link, "BLPOP", *self._keys, str(BLOCK_S))
+                    if token is not None:
+                        self._take(token[0].decode())
                     pause = BACKOFF_S[0]
             except _TROUBLE as error:
                 log.info("waiting for work at %s broke: %s", self._servers.name, error)
@@ -184,3 +194,18 @@ class Bell:
                 if link is not None:
                     await link.disconnect(nowait=True)
         self._task = None
+
+    async def _ask(self, link: Link, *args: Argument) -> Reply:
+        link.write(*args)
+        async with asyncio.timeout(BLOCK_S + REPLY_S):
+            reply = await link.read()
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+    def _take(self, key: str) -> None:
+        """A token came. If nobody here wants it any more, it is another's."""
+        if key in self._keys:
+            self._ring(key)
+        else:
+            self._send(key, "LPUSH", key, "1")

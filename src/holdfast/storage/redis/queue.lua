@@ -77,7 +77,7 @@ local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 -- Set anew by `run` for every call, and nothing else outlives one: what the server offers, which is not there while it
 -- loads a library, the arguments, the queue, the client, and the time.
 local call, pack, unpack_from, band, sub, byte, max, min
-local ARGV, QUEUE, CLIENT, WALL
+local ARGS, QUEUE, CLIENT, WALL
 
 local function wall_clock()
   local time = call('TIME')
@@ -1060,44 +1060,46 @@ local function enqueue_all(books, ids, requests, replies, outcomes)
       local after, placed, generation, state, kind = machine.enqueue(entry.job, request, books.time)
       put(books, entry, after, kind)
       replies[at] = pack('<BBI8', placed, state, generation)
-      if placed == CACHED then outcomes[#outcomes + 1] = {at, id} end
+      if placed == CACHED then outcomes[#outcomes + 1] = {at, encode_outcome(after.outcome), id, generation} end
     end
   end
-end
-
--- The cached outcomes that an enqueue's reply carries, as the records have them.
-local function with_outcomes(reply)
-  for _, cached in ipairs(reply[3]) do
-    local ok, job = pcall(decode, cached[2], call('HGET', QUEUE .. ':jobs', cached[2]))
-    cached[2] = ok and job.outcome and encode_outcome(job.outcome) or ''
-  end
-  return reply
 end
 
 local VERBS, REPEATS = {}, {}
 
 function VERBS.enqueue()
   local ids, heads = {}, {}
-  for at = 4, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
+  for at = 4, #ARGS, 4 do ids[#ids + 1] = ARGS[at] end
   local books = open(QUEUE)
   sweep_forgotten(books, FORGET_ON_ENQUEUE)
   local replies, outcomes = {}, {}
   enqueue_all(books, ids, function(at)
-    local head = ARGV[4 * at + 1]
+    local head = ARGS[4 * at + 1]
     local request = heads[head]
     if not request then
       request = read_request(head)
       heads[head] = request
     end
-    request.id, request.terms = ids[at], ARGV[4 * at + 2]
-    request.payload = request.has_payload and ARGV[4 * at + 3] or nil
+    request.id, request.terms = ids[at], ARGS[4 * at + 2]
+    request.payload = request.has_payload and ARGS[4 * at + 3] or nil
     return request
   end, replies, outcomes)
   close(books)
   return {books.opened, table.concat(replies), outcomes}
 end
 
-REPEATS.enqueue = with_outcomes
+-- A large outcome is not kept with the reply: it is read again, if the record still has it.
+function REPEATS.enqueue(reply)
+  for _, cached in ipairs(reply[3]) do
+    if cached[2] == '' then
+      local ok, job = pcall(decode, cached[3], call('HGET', QUEUE .. ':jobs', cached[3]))
+      for _, outcome in pairs(ok and {job.previous, job.outcome} or {}) do
+        if outcome.generation == cached[4] then cached[2] = encode_outcome(outcome) end
+      end
+    end
+  end
+  return reply
+end
 
 local function misplaced(job, time)
   return job.run or job.outcome or place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
@@ -1153,7 +1155,7 @@ local function due_in_place(books, limit)
 end
 
 function VERBS.claim()
-  local limit, worker, lease_ms = tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
+  local limit, worker, lease_ms = tonumber(ARGS[4]), ARGS[5], tonumber(ARGS[6])
   local books = find(QUEUE)
   if not books then return {WALL, -1, -1, 0, {}, ''} end
   local sweep_at = next_sweep_at(books)
@@ -1205,6 +1207,13 @@ function REPEATS.claim(reply)
 end
 
 local KEPT_AS = {
+  enqueue = function(reply)
+    local outcomes = {}
+    for at, cached in ipairs(reply[3]) do
+      outcomes[at] = {cached[1], #cached[2] > MAX_INLINE_BYTES and '' or cached[2], cached[3], cached[4]}
+    end
+    return {reply[1], reply[2], outcomes}
+  end,
   claim = function(reply)
     local ids = {}
     for at = 1, #reply[5], 2 do ids[#ids + 1] = reply[5][at] end
@@ -1232,19 +1241,19 @@ local function read_follow_up(id, packed)
 end
 
 function VERBS.settle()
-  local worker, ids, replies, follow_ups = ARGV[4], {}, {}, {}
-  for at = 5, #ARGV, 4 do ids[#ids + 1] = ARGV[at] end
+  local worker, ids, replies, follow_ups = ARGS[4], {}, {}, {}
+  for at = 5, #ARGS, 4 do ids[#ids + 1] = ARGS[at] end
   local books = find(QUEUE)
   if not books then return {0, string.rep('0', #ids)} end
   local holder = pack('<I2', #worker) .. worker
   local raws, runs = records(QUEUE, ids)
   for at = 1, #ids do
-    local id, head = ids[at], ARGV[4 * at + 2]
+    local id, head = ids[at], ARGS[4 * at + 2]
     if not books.entries[id] and completes_plain(raws[at], runs[at], head, holder) then
       complete_plain(books, id, raws[at])
       replies[at] = '1'
     else
-      local entry, settlement = load(books, {id})[id], read_settlement(head, ARGV[4 * at + 3], ARGV[4 * at + 4])
+      local entry, settlement = load(books, {id})[id], read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
       if machine.holds(entry.job, worker, settlement.fence) then
         local generation = entry.job.generation
         local after, kind, then_kind, outcome = machine.settle(entry.job, settlement, books.time)
@@ -1273,12 +1282,12 @@ function VERBS.settle()
 end
 
 function VERBS.extend()
-  local worker, lease_ms, ids, replies = ARGV[4], tonumber(ARGV[5]), {}, {}
-  for at = 6, #ARGV, 3 do ids[#ids + 1] = ARGV[at] end
+  local worker, lease_ms, ids, replies = ARGS[4], tonumber(ARGS[5]), {}, {}
+  for at = 6, #ARGS, 3 do ids[#ids + 1] = ARGS[at] end
   local books = find(QUEUE)
   local entries = books and load(books, ids)
   for at, id in ipairs(ids) do
-    local fence, progress = tonumber(ARGV[3 * at + 4]), ARGV[3 * at + 5]
+    local fence, progress = tonumber(ARGS[3 * at + 4]), ARGS[3 * at + 5]
     local entry = books and entries[id]
     if not entry or not machine.holds(entry.job, worker, fence) then
       replies[at] = 'l'
@@ -1294,7 +1303,7 @@ end
 
 function VERBS.cancel()
   local ids, replies = {}, {}
-  for at = 4, #ARGV do ids[#ids + 1] = ARGV[at] end
+  for at = 4, #ARGS do ids[#ids + 1] = ARGS[at] end
   local books = find(QUEUE)
   if not books then return string.rep('m', #ids) end
   local entries = load(books, ids)
@@ -1308,8 +1317,8 @@ function VERBS.cancel()
 end
 
 function VERBS.keep()
-  local ttl_ms, at_least, ids, replies = tonumber(ARGV[4]), ARGV[5] == '1', {}, {}
-  for at = 6, #ARGV do ids[#ids + 1] = ARGV[at] end
+  local ttl_ms, at_least, ids, replies = tonumber(ARGS[4]), ARGS[5] == '1', {}, {}
+  for at = 6, #ARGS do ids[#ids + 1] = ARGS[at] end
   local books = find(QUEUE)
   if not books then return string.rep('m', #ids) end
   local entries = load(books, ids)
@@ -1324,13 +1333,13 @@ end
 function VERBS.pause()
   local opened = call('EXISTS', QUEUE .. ':ledger') == 0
   local ledger = read_ledger(QUEUE) or new_ledger(QUEUE)
-  ledger[PAUSED], ledger[REASON] = tonumber(ARGV[4]), ARGV[5]
+  ledger[PAUSED], ledger[REASON] = tonumber(ARGS[4]), ARGS[5]
   write_ledger(QUEUE, ledger)
   return opened and 1 or 0
 end
 
 function VERBS.sweep()
-  local limit, worker = tonumber(ARGV[4]), ARGV[5] ~= '' and ARGV[5] or nil
+  local limit, worker = tonumber(ARGS[4]), ARGS[5] ~= '' and ARGS[5] or nil
   local books = find(QUEUE)
   if not books then return {{}, {}, 0, 0, -1} end
   local overdue, stalled, more = sweep(books, limit, worker)
@@ -1392,7 +1401,7 @@ local function drop(queue, ledger)
 end
 
 function VERBS.purge()
-  local limit, drops, wanted, done = tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6], 0
+  local limit, drops, wanted, done = tonumber(ARGS[4]), ARGS[5] == '1', ARGS[6], 0
   local books = find(QUEUE)
   if not books then return {0, 0} end
   if string.find(wanted, WAITING, 1, true) then done = purge_waiting(books, limit) end
@@ -1419,7 +1428,7 @@ end
 
 function VERBS.get()
   local ids = {}
-  for at = 4, #ARGV do ids[#ids + 1] = ARGV[at] end
+  for at = 4, #ARGS do ids[#ids + 1] = ARGS[at] end
   local now, skew = time_of(QUEUE)
   local raws, runs = records(QUEUE, ids)
   return {now, skew, raws, runs}
@@ -1442,10 +1451,10 @@ end
 
 -- Entries of indexes, one index after the other, behind a place in the first: index, member, score, record, run.
 function VERBS.page()
-  local limit, score, member, found = tonumber(ARGV[4]), ARGV[5], ARGV[6], {}
+  local limit, score, member, found = tonumber(ARGS[4]), ARGS[5], ARGS[6], {}
   local now, skew, ledger = time_of(QUEUE)
-  for at = 7, #ARGV do
-    local index, left, ids = ARGV[at], limit - #found / 5, {}
+  for at = 7, #ARGS do
+    local index, left, ids = ARGS[at], limit - #found / 5, {}
     local key = QUEUE .. index
     local from = score == '' and 0 or rank_after(key, score, member)
     local members = left > 0 and call('ZRANGE', key, from, from + left - 1, 'WITHSCORES') or {}
@@ -1491,7 +1500,7 @@ end
 -- Records that do not stand in the index where they belong, and leases without a record, by a scan of all records, then
 -- of all leases: the cursor to go on with, the ids, and how many were looked at.
 function VERBS.unindexed()
-  local at_runs, cursor, found = sub(ARGV[4], 1, 1) == 'r', string.gsub(ARGV[4], 'r', ''), {}
+  local at_runs, cursor, found = sub(ARGS[4], 1, 1) == 'r', string.gsub(ARGS[4], 'r', ''), {}
   local page = call('HSCAN', QUEUE .. (at_runs and ':runs' or ':jobs'), cursor, 'COUNT', 100)
   for at = 1, #page[2], 2 do
     local id = page[2][at]
@@ -1509,8 +1518,8 @@ end
 function VERBS.mend()
   local books, ids = find(QUEUE), {}
   if not books then return 0 end
-  for at = 4, #ARGV, 3 do
-    local what, member, index = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  for at = 4, #ARGS, 3 do
+    local what, member, index = ARGS[at], ARGS[at + 1], ARGS[at + 2]
     local id = what == 'record' and member or id_of(index, member)
     if what == 'garbled' then books.entries[id] = damaged_entry(books, id, call('HGET', QUEUE .. ':runs', id)) end
     if what ~= 'record' then call('ZREM', QUEUE .. index, member) end
@@ -1534,9 +1543,9 @@ end
 -- Repair, at its end: the counts as the records have them, if nothing has happened since they were counted.
 function VERBS.recount()
   local ledger = read_ledger(QUEUE)
-  if not ledger or ledger[LAST_STAMP] ~= tonumber(ARGV[4]) then return 0 end
-  ledger[RETRYING], ledger[DEFERRED_JOBS], ledger[REBUILT] = tonumber(ARGV[5]), tonumber(ARGV[6]), 0
-  ledger[TOTALS + KIND.ENQUEUED] = ledger[TOTALS + KIND.ENQUEUED] + tonumber(ARGV[7])
+  if not ledger or ledger[LAST_STAMP] ~= tonumber(ARGS[4]) then return 0 end
+  ledger[RETRYING], ledger[DEFERRED_JOBS], ledger[REBUILT] = tonumber(ARGS[5]), tonumber(ARGS[6]), 0
+  ledger[TOTALS + KIND.ENQUEUED] = ledger[TOTALS + KIND.ENQUEUED] + tonumber(ARGS[7])
   write_ledger(QUEUE, ledger)
   return 1
 end
@@ -1544,18 +1553,18 @@ end
 -- What a namespace shares. A full server lets this pass, too: a worker that begins must be able to drain it.
 
 function VERBS.list()
-  return call('SADD', QUEUE .. ':queues', ARGV[4])
+  return call('SADD', QUEUE .. ':queues', ARGS[4])
 end
 
 function VERBS.layout()
-  call('SET', QUEUE .. ':layout', ARGV[4], 'NX')
+  call('SET', QUEUE .. ':layout', ARGS[4], 'NX')
   return call('GET', QUEUE .. ':layout')
 end
 
 -- Workers: one record each for the whole namespace, on the wall clock.
 
 function VERBS.announce()
-  local worker, facts, ttl_ms = ARGV[4], ARGV[5], tonumber(ARGV[6])
+  local worker, facts, ttl_ms = ARGS[4], ARGS[5], tonumber(ARGS[6])
   for _, gone in ipairs(call('ZRANGEBYSCORE', QUEUE .. ':beats', '-inf', WALL, 'LIMIT', 0, 10)) do
     call('ZREM', QUEUE .. ':beats', gone)
     call('HDEL', QUEUE .. ':workers', gone)
@@ -1572,11 +1581,11 @@ function VERBS.announce()
 end
 
 function VERBS.evict()
-  local known = call('HGET', QUEUE .. ':workers', ARGV[4])
+  local known = call('HGET', QUEUE .. ':workers', ARGS[4])
   if not known or #known < 17 then return 0 end
   local beat_at, expires_at = unpack_from('<I8I8', known)
   if expires_at <= WALL then return 0 end
-  call('HSET', QUEUE .. ':workers', ARGV[4], pack('<I8I8B', beat_at, expires_at, 1) .. sub(known, 18))
+  call('HSET', QUEUE .. ':workers', ARGS[4], pack('<I8I8B', beat_at, expires_at, 1) .. sub(known, 18))
   return 1
 end
 
@@ -1600,16 +1609,16 @@ local function once(verb, number)
   local reply = VERBS[verb]()
   local keeps = KEPT_AS[verb] and KEPT_AS[verb](reply) or reply
   call('SET', key, pack('<I8', number) .. cmsgpack.pack(keeps), 'PX', CALL_KEPT_MS)
-  return verb == 'enqueue' and with_outcomes(reply) or reply
+  return reply
 end
 
 local function run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
   byte, max, min = string.byte, math.max, math.min
-  ARGV, QUEUE, CLIENT = args, sub(keys[1], 1, -8), args[2]
+  ARGS, QUEUE, CLIENT = args, sub(keys[1], 1, -8), args[2]
   WALL = wall_clock()
-  if ARGV[3] == '' then return VERBS[ARGV[1]]() end
-  return once(ARGV[1], tonumber(ARGV[3]))
+  if ARGS[3] == '' then return VERBS[ARGS[1]]() end
+  return once(ARGS[1], tonumber(ARGS[3]))
 end
 
 -- One body, two functions: a full server refuses to enqueue, everything else runs, or nothing would drain.

@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
-from holdfast.storage.redis.wire import NOTHING, Argument, Link, Reply, ServerError, Wire, new_reader, packed
+from holdfast.storage.redis.wire import NOTHING, Argument, Library, Link, Reply, ServerError, Wire, new_reader, packed
 
 CONNECT_S = 5.0
 """How long one attempt to connect may take, name look-up and handshake included."""
@@ -186,11 +186,13 @@ class ClusterServers:
     def place(self, key: str) -> object:
         return self._address(key)
 
-    async def ask(self, address: Address, args: tuple[Argument, ...], deadline: float, library: str | None) -> Reply:
+    async def ask(
+        self, address: Address, args: tuple[Argument, ...], deadline: float, library: Library | None
+    ) -> Reply:
         """Send a command to the node that a slot is being moved to."""
         wire = self._wire_to(address)
         if library is not None:
-            await asyncio.gather(wire.call(("FUNCTION", "LOAD", library), deadline), return_exceptions=True)
+            await asyncio.gather(wire.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
         asking = wire.call(("ASKING",), deadline)
         reply = await wire.call(args, deadline)
         await asking

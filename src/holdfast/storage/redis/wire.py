@@ -41,6 +41,8 @@ NOT_READY = frozenset(
 )
 """Answers of a server that will be able to, or whose place another will take: all is sent again."""
 NOT_LOADED = "ERR Function not found"
+MAX_LOADS = 5
+"""How often a library is sent for one call, on a server where somebody keeps deleting it."""
 REFUSED = (AuthenticationError, AuthorizationError)
 NOTHING = object()
 """What hiredis gives while a reply is not complete."""
@@ -93,18 +95,37 @@ class Feed(asyncio.Protocol):
         self._lost("the connection was closed" if exc is None else f"{type(exc).__name__}: {exc}")
 
 
+class Library(Protocol):
+    """The functions of a call, for a server that has not seen them: as a library, or as a script of the same."""
+
+    text: str
+
+    def script(self, name: str) -> str: ...
+
+
 class Request:
-    """A command on its way. `library` is the source of its function, for a server that has not seen it."""
+    """A command on its way."""
 
-    __slots__ = ("args", "deadline", "deliver", "library", "sent_at")
+    __slots__ = ("args", "deadline", "deliver", "library", "patience_s", "sent_at", "tries", "unloadable")
 
-    def __init__(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: str | None) -> None:
+    def __init__(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None) -> None:
         self.args = args
         self.deadline = deadline
         self.deliver: Deliver | None = deliver
         """None once it was answered, or given up."""
         self.library = library
+        self.tries = 0
+        """How often the library was sent for it."""
+        self.unloadable = ""
+        """Why the server did not take that."""
         self.sent_at = 0.0
+        self.patience_s = REPLY_S
+        """How long it waits for an answer before it looks for another connection."""
+
+    def note_load(self, reply: Reply) -> None:
+        """What the server said to the library. Another client may have been quicker: that is as good."""
+        if isinstance(reply, Exception) and "already exists" not in str(reply):
+            self.unloadable = str(reply)
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -128,15 +149,17 @@ class Wire:
         self._watch: asyncio.TimerHandle | None = None
         self._pause = BACKOFF_S[0]
         self._trouble = "not connected yet"
-        self._load_error = "nothing was said"
         self._closed = False
 
-    def send(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: str | None = None) -> None:
+    def send(
+        self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None = None
+    ) -> None:
         """Send a command now, or as soon as there is a connection. `deliver` gets its reply, or an error."""
         if self._closed:
             self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
         request = Request(args, deadline, deliver, library)
+        request.patience_s = min(REPLY_S, (deadline - self._loop.time()) / 2)
         self._pending.append(request)
         if self._transport is not None:
             self._write(self._transport, request)
@@ -145,7 +168,9 @@ class Wire:
         if self._watch is None:
             self._watch = self._loop.call_later(WATCH_S, self._look)
 
-    def call(self, args: tuple[Argument, ...], deadline: float, library: str | None = None) -> asyncio.Future[Reply]:
+    def call(
+        self, args: tuple[Argument, ...], deadline: float, library: Library | None = None
+    ) -> asyncio.Future[Reply]:
         """Send a command; the future has its reply."""
         future: asyncio.Future[Reply] = self._loop.create_future()
 
@@ -217,28 +242,29 @@ class Wire:
             if reply.code in NOT_READY:
                 self._lost(self._link, f"not ready: {reply}")
                 return
-            if str(reply).startswith(NOT_LOADED):
-                if self._pending[0].library is not None:
-                    self._load(self._pending.popleft())
-                    return
-                reply = ServerError(f"{reply}: the library could not be loaded ({self._load_error})")
+            if str(reply).startswith(NOT_LOADED) and self._pending[0].tries < MAX_LOADS:
+                self._load(self._pending.popleft())
+                return
         self._pause = BACKOFF_S[0]
         self._pending.popleft().answer(reply)
 
     def _load(self, request: Request) -> None:
-        """The server does not know the library (any more): send its text, and the request again. Another client may
-        have been quicker; then the first of the two fails, and it does not matter."""
+        """The server does not know the library (any more): send its text, and the request again. A server that does
+        not take it (it is full, or this user may not) gets the whole of it as a script, with every call."""
         assert self._transport is not None
         assert request.library is not None
-        load = Request(("FUNCTION", "LOAD", request.library), request.deadline, self._note_load_error, None)
-        request.library = None
-        for sent in (load, request):
-            self._pending.append(sent)
-            self._write(self._transport, sent)
+        request.tries += 1
+        if request.unloadable:
+            name = str(request.args[1])
+            request.args = ("EVAL", request.library.script(name), *request.args[2:])
+        else:
+            load = ("FUNCTION", "LOAD", request.library.text)
+            self._put(self._transport, Request(load, request.deadline, request.note_load, None))
+        self._put(self._transport, request)
 
-    def _note_load_error(self, reply: Reply) -> None:
-        if isinstance(reply, Exception):
-            self._load_error = str(reply)
+    def _put(self, transport: asyncio.WriteTransport, request: Request) -> None:
+        self._pending.append(request)
+        self._write(transport, request)
 
     def _lost(self, link: Link, trouble: str) -> None:
         """A link is of no use any more. What has no reply is sent again on the next, after a pause."""
@@ -267,8 +293,8 @@ class Wire:
                 )
         if self._link is None:
             self._pending = deque(request for request in self._pending if request.deliver is not None)
-        elif self._pending and now - self._pending[0].sent_at > REPLY_S:
-            self._lost(self._link, f"no answer for {REPLY_S:.0f} s")
+        elif self._pending and now - self._pending[0].sent_at > min(REPLY_S, self._pending[0].patience_s):
+            self._lost(self._link, f"no answer for {now - self._pending[0].sent_at:.1f} s")
         if self._pending:
             self._watch = self._loop.call_later(WATCH_S, self._look)
 

@@ -1,0 +1,309 @@
+"""What a server tells unasked: answers for those who wait, events, and the wake token of workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from holdfast import waiters
+from holdfast.errors import JobCancelled
+from holdfast.events import Event, Kind, Topic
+from holdfast.jobs import Outcome, Request, State, Update, Work
+from holdfast.storage.redis import notices
+from holdfast.waiters import wait
+from tests.proxy import Proxy
+from tests.redis.conftest import key, opened, until, words_of
+from tests.servers import Server
+from tests.storage.stage import Stage
+
+LARGE = bytes(5000)
+"""More than a notice carries."""
+
+
+@pytest.fixture
+async def other(server: Server, stage: Stage) -> AsyncIterator[Stage]:
+    """The same queue, past the proxy: whoever does the work."""
+    async with opened(server.url, like=stage) as other:
+        yield other
+
+
+@pytest.fixture
+def only_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at the record without a hint: what was not told is not learnt in time."""
+    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 60.0)
+
+
+@pytest.fixture
+def patient_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait for the token stand in one line, in which nobody steps back to the end by himself."""
+    monkeypatch.setattr(notices, "BLOCK_S", 30.0)
+
+
+def looks(proxy: Proxy) -> int:
+    """How often a record was read through the proxy."""
+    return sum(words_of(exchange)[:1] == [b"get"] and exchange.reply != b"" for exchange in proxy.log)
+
+
+async def waiting(proxy: Proxy, stage: Stage, id: str = "a", generation: int = 0) -> asyncio.Task[Outcome]:
+    """A waiter that listens, has looked, and found that the job has not ended."""
+    generation = generation or (await stage.the(id)).generation
+    before = looks(proxy)
+    task = asyncio.create_task(wait(stage.storage, "q", id, generation, wait_s=20))
+    await until(lambda: looks(proxy) > before)
+    return task
+
+
+async def told(task: asyncio.Task[Outcome]) -> Outcome:
+    async with asyncio.timeout(5):
+        return await task
+
+
+# Answers
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_waiter_is_answered_by_the_notice_alone(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a")
+    waiter = await waiting(proxy, stage)
+    job, before = await other.claim_one(), looks(proxy)
+    await other.complete(job, b"result")
+    outcome = await told(waiter)
+    assert looks(proxy) == before
+    assert (outcome.state, outcome.result) == (State.COMPLETED, b"result")
+    assert outcome == (await other.the("a")).outcome
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_notice_tells_of_failures_and_cancels_too(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a")
+    await other.enqueue("b")
+    failing, cancelling = await waiting(proxy, stage, "a"), await waiting(proxy, stage, "b")
+    before = looks(proxy)
+    await other.fail(await other.claim_one(), b"why")
+    assert (await told(failing)).error == b"why"
+    await other.cancel("b")
+    with pytest.raises(JobCancelled):
+        await told(cancelling)
+    assert looks(proxy) == before
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_waiter_is_not_answered_with_another_generation(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a", b"1")
+    job = await other.claim_one()
+    following = await other.enqueue("a", b"2", update=Update())
+    first, second = await waiting(proxy, stage), await waiting(proxy, stage, "a", following.generation)
+    await other.complete(job, b"of the first")
+    assert (await told(first)).result == b"of the first"
+    assert not second.done()
+    await other.complete(await other.claim_one(), b"of the second")
+    outcome = await told(second)
+    assert (outcome.generation, outcome.result) == (following.generation, b"of the second")
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_large_result_is_fetched_at_the_notice(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a")
+    waiter = await waiting(proxy, stage)
+    job, before = await other.claim_one(), looks(proxy)
+    await other.complete(job, LARGE)
+    assert (await told(waiter)).result == LARGE
+    assert looks(proxy) == before + 1
+
+
+@pytest.mark.usefixtures("only_notices")
+@pytest.mark.parametrize("result", [b"small", LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("clients", [4, 5, 7])
+async def test_however_many_clients_wait_all_are_told(
+    proxy: Proxy, server: Server, other: Stage, clients: int, result: bytes
+) -> None:
+    await other.enqueue("a")
+    async with AsyncExitStack() as stages:
+        tasks = [
+            await waiting(proxy, await stages.enter_async_context(opened(proxy.url, like=other)))
+            for _ in range(clients)
+        ]
+        await other.complete(await other.claim_one(), result)
+        assert [(await told(task)).result for task in tasks] == [result] * clients
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_waiter_that_leaves_does_not_silence_another(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a")
+    async with opened(proxy.url, like=stage) as third:
+        waiters = [await waiting(proxy, each) for each in (stage, stage, third, third)]
+        for leaving in (waiters[0], waiters[2]):
+            leaving.cancel()
+        await asyncio.wait([waiters[0], waiters[2]])
+        await other.complete(await other.claim_one(), b"result")
+        assert [(await told(waiter)).result for waiter in (waiters[1], waiters[3])] == [b"result"] * 2
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_storage_that_stops_waiting_does_not_silence_another(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    await other.enqueue("a")
+    waiter = await waiting(proxy, stage)
+    async with opened(proxy.url, like=stage) as third:
+        leaving = await waiting(proxy, third)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    await other.complete(await other.claim_one(), b"result")
+    assert (await told(waiter)).result == b"result"
+
+
+# A listener that is cut off
+
+
+async def test_a_waiter_whose_listening_connection_is_cut_is_answered_all_the_same(
+    proxy: Proxy, stage: Stage, other: Stage
+) -> None:
+    for id in "abc":
+        await other.enqueue(id)
+        waiter = await waiting(proxy, stage, id)
+        proxy.cut_all()
+        await other.complete(await other.claim_one(), id.encode())
+        assert (await told(waiter)).result == id.encode()
+
+
+async def heard_of(events: AsyncIterator[Event], id: str) -> Event:
+    while (event := await anext(events)).id != id:
+        pass
+    return event
+
+
+async def test_a_subscription_that_was_cut_off_hears_again_and_is_told_to_look(
+    proxy: Proxy, server: Server, stage: Stage, other: Stage
+) -> None:
+    channel = key(stage, "events")
+
+    def listeners() -> object:
+        return server.command("PUBSUB", "SHARDNUMSUB", channel)
+
+    async with stage.storage.subscribe(Topic("q")) as events, asyncio.timeout(10):
+        await other.enqueue("before")
+        await heard_of(events, "before")
+        proxy.refuse = True
+        proxy.cut_all()
+        await until(lambda: listeners() == [channel.encode(), 0])
+        await other.enqueue("missed")
+        proxy.refuse = False
+        await until(lambda: listeners() == [channel.encode(), 1])
+        assert (await heard_of(events, "")).queue == "q"  # Something may have happened: look.
+        await other.enqueue("after")
+        assert (await heard_of(events, "after")).kind is Kind.ENQUEUED
+
+
+async def test_a_listener_that_leaves_and_comes_back_at_once_keeps_its_connection(
+    server: Server, twin: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "holdfast")
+    async with twin.storage.subscribe(Topic("q2")):
+        for n in range(3):
+            async with twin.storage.subscribe(Topic("q")) as events, asyncio.timeout(5):
+                await twin.enqueue(f"{n}")
+                assert (await anext(events)).id == f"{n}"
+    assert "broke" not in caplog.text
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_a_waiter_that_was_cut_off_looks_as_soon_as_it_listens_again(
+    proxy: Proxy, stage: Stage, other: Stage
+) -> None:
+    await other.enqueue("a")
+    waiter = await waiting(proxy, stage)
+    proxy.refuse = True
+    proxy.cut_all()
+    await other.complete(await other.claim_one(), b"missed")
+    proxy.refuse = False
+    assert (await told(waiter)).result == b"missed"
+
+
+# The wake token
+
+
+async def rung(events: AsyncIterator[Event]) -> None:
+    async with asyncio.timeout(5):
+        await anext(events)
+
+
+async def listening(server: Server, number: int) -> None:
+    """Until so many clients wait for a token. Nobody else blocks on the shared server."""
+    await until(lambda: server.info("clients")["blocked_clients"] == f"{number}")
+
+
+async def test_a_queue_has_at_most_one_token(server: Server, twin: Stage) -> None:
+    for n in range(5):
+        await twin.enqueue(f"{n}")
+        assert server.command("LLEN", key(twin, "wake")) == 1
+    job = await twin.claim_one()
+    await twin.retry(job)
+    await twin.claim(2)
+    assert server.command("LLEN", key(twin, "wake")) == 1
+
+
+@pytest.mark.usefixtures("patient_bell")
+async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_the_other(
+    server: Server, twin: Stage
+) -> None:
+    async with opened(server.url, like=twin) as second, opened(server.url, like=twin) as producer:
+        topic = Topic("q", "wake")
+        async with twin.storage.subscribe(topic) as events, second.storage.subscribe(topic) as other_events:
+            await listening(server, 2)
+            await producer.storage.enqueue("q", [Request("a", Work(b"")), Request("b", Work(b""))])
+            calls = [asyncio.create_task(rung(each)) for each in (events, other_events)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await listening(server, 2)  # Whoever was woken stands at the end of the line again.
+            assert [call.done() for call in calls].count(True) == 1
+            assert server.command("LLEN", key(twin, "wake")) == 0
+            woken = twin if calls[0].done() else second
+            await woken.claim_one()
+            await asyncio.gather(*calls)
+            await listening(server, 2)
+            assert len(await woken.claim(1)) == 1
+            assert server.command("LLEN", key(twin, "wake")) == 0  # Nothing is left: nobody is woken.
+
+
+async def test_a_token_that_lies_there_wakes_whoever_comes(server: Server, twin: Stage) -> None:
+    await twin.enqueue("a")
+    async with twin.storage.subscribe(Topic("q", "wake")) as events:
+        await rung(events)
+    assert server.command("LLEN", key(twin, "wake")) == 0
+
+
+async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, stage: Stage, other: Stage) -> None:
+    async with stage.storage.subscribe(Topic("q", "wake")) as events:
+        for n in range(3):
+            await other.enqueue(f"{n}")
+            await rung(events)
+            proxy.cut_all()
+
+
+@pytest.mark.usefixtures("patient_bell")
+async def test_who_has_left_takes_no_token_from_who_listens(server: Server, twin: Stage) -> None:
+    topic = Topic("q", "wake")
+    async with opened(server.url, like=twin) as leaving, opened(server.url, like=twin) as producer:
+        first, second = leaving.storage.subscribe(topic), twin.storage.subscribe(topic)
+        await first.__aenter__()
+        await listening(server, 1)
+        async with second as events:
+            await listening(server, 2)
+            await first.__aexit__(None, None, None)
+            await producer.enqueue("a")
+            async with asyncio.timeout(1):
+                await anext(events)
+
+
+async def test_a_second_queue_is_listened_to_beside_the_first(server: Server, twin: Stage) -> None:
+    async with opened(server.url, like=twin) as producer:
+        async with twin.storage.subscribe(Topic("q", "wake")) as events:
+            await listening(server, 1)
+            async with twin.storage.subscribe(Topic("q2", "wake")) as events2:
+                await producer.storage.enqueue("q2", [Request("a", Work(b""))])
+                await rung(events2)
+                await producer.enqueue("a")
+                await rung(events)
+            await producer.enqueue("b")
+            await rung(events)
