@@ -1,0 +1,719 @@
+"""What only records on Redis and Valkey can suffer: bytes that are no record, no lease or no ledger, entries that no
+record answers for, each met by every verb. Together with the rest of the suite this runs every line of queue.lua.
+
+A record is one run of bytes here, so of a garbled one nothing is left, not even its payload.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from holdfast.errors import LayoutTooNew
+from holdfast.events import Kind
+from holdfast.jobs import Job, Kept, Outcome, Placed, Settled, State, Update
+from holdfast.machine import DAMAGED
+from holdfast.storage import audit
+from holdfast.storage.redis import RedisStorage
+from holdfast.storage.redis.records import waiting_member
+from tests.storage import keyspace
+from tests.storage.behind import TOTALS, RedisSaboteur
+from tests.storage.harness import Harness
+from tests.storage.stage import Stage
+
+STORAGES = ("valkey", "redis")
+
+
+@pytest.fixture
+def saboteur(stage: Stage, harness: Harness) -> RedisSaboteur:
+    assert isinstance(stage.storage, RedisStorage)
+    return RedisSaboteur(stage.storage, harness.name)
+
+
+async def repair(stage: Stage) -> None:
+    """Until nothing is left to mend; nothing may be left after the second time."""
+    for _ in range(2):
+        await audit(stage.storage, "q", repair=True)
+    assert (await audit(stage.storage, "q")).problems == []
+
+
+async def claim_all(stage: Stage) -> list[str]:
+    """Claim like a worker: an empty answer that says there is more is asked again at once."""
+    ids: list[str] = []
+    for _ in range(20):
+        claim = await stage.storage.claim("q", 10, worker="w1", lease_ms=10_000)
+        ids += [job.id for job in claim.jobs]
+        if claim.next_run_at is None or claim.next_run_at > claim.now:
+            break
+    return ids
+
+
+def assert_damaged(job: Job | None) -> None:
+    assert job is not None
+    assert job.outcome is not None
+    assert (job.state, job.outcome.error, job.payload) == (State.FAILED, DAMAGED, None)
+
+
+async def in_state(stage: Stage, id: str, state: State) -> None:
+    """With as much in the record as that state can have."""
+    await stage.enqueue(id, b"payload", priority=9, max_retries=3)
+    if state is State.WAITING:
+        return
+    if state is State.CANCELLED:
+        await stage.cancel(id)
+        return
+    await stage.retry(await stage.claim_one())
+    job = await stage.claim_one()
+    assert job.id == id
+    if state is State.RUNNING:
+        await stage.extend(job, progress=b"half")
+        await stage.enqueue(id, b"newer", update=Update(payload=False))
+    elif state is State.COMPLETED:
+        await stage.complete(job)
+    elif state is State.FAILED:
+        await stage.fail(job)
+
+
+# Records
+
+
+@pytest.mark.parametrize("state", State)
+async def test_a_record_cut_off_anywhere_reads_as_failed_or_lacks_some_payload(
+    stage: Stage, saboteur: RedisSaboteur, state: State
+) -> None:
+    await in_state(stage, "sample", state)
+    size = len(saboteur.raw("sample"))
+    payload = 0 if state is State.COMPLETED else len(b"payload")
+    broken = [f"{length:03}" for length in range(size - payload)]
+    for id in broken:
+        await in_state(stage, id, state)
+        saboteur.overwrite(id, saboteur.raw(id)[: int(id)])
+    stage.clock.advance(1)
+    found = (await audit(stage.storage, "q")).problems
+    assert sorted({problem.id for problem in found if problem.kind == "garbled"}) == broken
+    await repair(stage)
+    for id in broken:
+        assert_damaged(await stage.get(id))
+    assert (await stage.the("sample")).state is state
+    assert (await stage.stats()).failed == len(broken) + (state is State.FAILED)
+
+
+async def test_a_lease_cut_off_anywhere_reads_as_failed_and_is_mended(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await in_state(stage, "sample", State.RUNNING)
+    head = len(saboteur.raw("sample", ":runs")) - len(b"newer")
+    ids = [f"{length:03}" for length in range(head)]
+    for id in ids:
+        await in_state(stage, id, State.RUNNING)
+        saboteur.overwrite(id, saboteur.raw(id, ":runs")[: int(id)], ":runs")
+    stage.clock.advance(1)
+    await repair(stage)
+    stage.clock.advance(1)
+    for id in ids:
+        job = await stage.the(id)
+        assert job.state is State.FAILED or job.run is not None
+    assert (await stage.the("sample")).state is State.RUNNING
+
+
+async def test_noise_instead_of_a_record_reads_as_failed_and_is_mended(stage: Stage, saboteur: RedisSaboteur) -> None:
+    noise = random.Random(7)
+    ids = [f"{n:03}" for n in range(100)]
+    for id in ids:
+        await stage.enqueue(id)
+        first = noise.choice([b"", b"\x00", b"\xff", b"\xa0\xff"])
+        saboteur.overwrite(id, (first + noise.randbytes(noise.randrange(80)))[:80] if first else b"")
+    assert {problem.id for problem in (await audit(stage.storage, "q")).problems if problem.id} == set(ids)
+    await repair(stage)
+    for id in ids:
+        assert_damaged(await stage.get(id))
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [(State.WAITING, ":jobs"), (State.RUNNING, ":jobs"), (State.RUNNING, ":runs"), (State.COMPLETED, ":jobs")],
+)
+async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
+    stage: Stage, saboteur: RedisSaboteur, state: State, where: str
+) -> None:
+    """Some changes cannot be noticed. But none may raise, and the healthy job behind must always get its turn."""
+    await in_state(stage, "sample", state)
+    size = len(saboteur.raw("sample", where))
+    await stage.storage.purge("q", [State.COMPLETED], 10)
+    wedged: list[str] = []
+    for at in range(size):
+        flip = (0x01, 0x80, 0xFF)[at % 3]
+        await stage.enqueue("b", priority=0)
+        await in_state(stage, f"a{at}", state)
+        raw = saboteur.raw(f"a{at}", where)
+        saboteur.overwrite(f"a{at}", raw[:at] + bytes([raw[at] ^ flip]) + raw[at + 1 :], where)
+        try:
+            await use_every_verb(stage, f"a{at}")
+        except Exception as error:
+            wedged.append(f"byte {at} of {len(raw)} ^ {flip:#x}: {error!r:.200}")
+        saboteur.command("DEL", *(saboteur.key + end for end in (":jobs", ":runs", ":ledger", *keyspace_indexes())))
+    assert wedged == [], "\n".join(wedged)
+
+
+def keyspace_indexes() -> list[str]:
+    return [*(f":w{n}" for n in range(10)), ":running", ":completed", ":failed", ":cancelled", ":wake"]
+
+
+async def use_every_verb(stage: Stage, id: str) -> None:
+    await stage.get(id)
+    await stage.storage.scan("q")
+    await stage.storage.snapshot()
+    await stage.sweep()
+    assert "b" in await claim_all(stage)
+    job = await stage.the("b")
+    await stage.extend(job)
+    await repair(stage)
+    assert await stage.release(job) is Settled.OK
+    await stage.cancel(id)
+    await stage.enqueue(id, update=Update())
+    await stage.keep(id, 60)
+
+
+async def test_a_claim_passes_over_garbled_records_and_gives_the_next_job(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    for n in range(30):
+        await stage.enqueue(f"{n}")
+        saboteur.garble(f"{n}")
+    await stage.enqueue("last")
+    stage.clock.advance(1)
+    assert await claim_all(stage) == ["last"]
+    assert_damaged(await stage.get("0"))
+    assert (await stage.stats()).failed == 30
+
+
+async def test_a_claim_passes_over_records_cut_off_anywhere(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("sample", max_retries=3)
+    size = len(saboteur.raw("sample")) - len(b"payload")
+    await stage.cancel("sample")
+    for length in range(size):
+        await stage.enqueue(f"{length}", max_retries=3)
+        saboteur.overwrite(f"{length}", saboteur.raw(f"{length}")[:length])
+        await stage.enqueue(f"good {length}")
+        stage.clock.advance(1)
+        assert await claim_all(stage) == [f"good {length}"], length
+        assert await stage.complete(await stage.the(f"good {length}"), ttl=0) is Settled.OK
+        assert_damaged(await stage.get(f"{length}"))
+
+
+@pytest.mark.parametrize("ttl", [0, 60])
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_only_the_holder_of_a_lease_completes_it_be_the_job_plain_or_not(
+    stage: Stage, ttl: float, retries: int
+) -> None:
+    """One that runs for the first time, and of which nothing is remembered, has a way of its own through queue.lua."""
+
+    async def claim() -> Job:
+        for _ in range(retries):
+            await stage.retry(await stage.claim_one())
+        return await stage.claim_one()
+
+    await stage.enqueue("a")
+    first = await claim()
+    assert await stage.complete(first, None, ttl=0) is Settled.OK
+    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    await stage.enqueue("a")
+    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    second = await claim()
+    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    for worker in ("w", "w2", "w11"):
+        assert await stage.complete(second, None, ttl=ttl, worker=worker) is Settled.LOST
+    await stage.enqueue("a", b"newer", update=Update())
+    assert await stage.complete(second, None, ttl=ttl) is Settled.OK
+    third = await claim()
+    assert third.payload == b"newer"
+    assert await stage.complete(third, None, ttl=ttl) is Settled.OK
+    totals = (await stage.stats()).totals
+    assert (totals[Kind.ENQUEUED], totals[Kind.PROMOTED], totals[Kind.COMPLETED]) == (2, 1, 3)
+
+
+async def test_the_lease_of_a_plain_job_lasts_as_long_as_any(stage: Stage) -> None:
+    await stage.enqueue("ran before")
+    await stage.retry(await stage.claim_one())
+    await stage.enqueue("plain")
+    jobs = await stage.claim(2, lease=10)
+    assert [job.id for job in jobs] == ["ran before", "plain"]
+    for job in jobs:
+        assert job.run is not None
+        assert job.run.until_at == (await stage.storage.snapshot()).now + 10_000_000
+        assert await stage.the(job.id) == job
+    assert (await stage.sweep()).overdue == []
+    stage.clock.advance(10)
+    assert sorted((await stage.sweep()).overdue) == ["plain", "ran before"]
+
+
+async def test_a_sweep_passes_over_a_garbled_running_record(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in "abc":
+        await stage.enqueue(id)
+    await stage.claim(3, lease=10)
+    saboteur.garble("a")
+    saboteur.overwrite("b", b"\x00", ":runs")
+    assert (await stage.expire(lease=10)).stalled == ["c"]
+    assert_damaged(await stage.get("a"))
+    assert (await stage.stats()).running == 0
+
+
+async def test_sweeping_a_dead_worker_passes_over_its_garbled_leases(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in "abc":
+        await stage.enqueue(id)
+    await stage.claim(3)
+    saboteur.garble("a")
+    saboteur.overwrite("b", b"\x00", ":runs")
+    stage.clock.advance(1)
+    assert (await stage.sweep(worker="w1")).stalled == ["c"]
+    await repair(stage)
+    assert_damaged(await stage.get("a"))
+    assert_damaged(await stage.get("b"))
+
+
+async def test_the_holder_of_a_garbled_record_has_lost_its_lease(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    job = await stage.claim_one()
+    saboteur.garble("a")
+    assert len((await stage.extend(job)).lost) == 1
+    assert await stage.complete(job) is Settled.LOST
+    await repair(stage)
+
+
+@pytest.mark.parametrize("state", State)
+async def test_an_enqueue_restarts_a_garbled_record(stage: Stage, saboteur: RedisSaboteur, state: State) -> None:
+    await in_state(stage, "a", state)
+    saboteur.garble("a")
+    stage.clock.advance(1)
+    assert (await stage.enqueue("a", b"again")).placed is Placed.NEW
+    job = await stage.claim_one()
+    assert (job.id, job.payload) == ("a", b"again")
+    assert await stage.complete(job) is Settled.OK
+    await repair(
+        stage
+    )  # Nothing is left of a garbled lease that says whether it had a `next`: `deferred` may be wrong.
+
+
+async def test_an_operators_retry_of_a_garbled_record_finds_no_payload(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    saboteur.garble("a")
+    reply = await stage.enqueue("a", None, update=Update(payload=False))
+    assert (reply.placed, reply.state) == (None, State.FAILED)
+    await repair(stage)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "keep", "keep at least"])
+@pytest.mark.parametrize("state", [State.WAITING, State.RUNNING, State.FAILED])
+async def test_a_verb_that_meets_a_garbled_record_leaves_the_totals_right(
+    stage: Stage, saboteur: RedisSaboteur, verb: str, state: State
+) -> None:
+    await in_state(stage, "a", state)
+    saboteur.garble("a")
+    stage.clock.advance(1)
+    if verb == "cancel":
+        await stage.cancel("a")
+    else:
+        assert await stage.keep("a", 60, at_least=verb == "keep at least") is Kept.KEPT
+    await repair(stage)
+    assert_damaged(await stage.get("a"))
+    totals = (await stage.stats()).totals
+    assert totals[Kind.ENQUEUED] == totals[Kind.FAILED] == 1
+
+
+async def test_a_purge_is_not_stopped_by_garbled_records(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for state in State:
+        await in_state(stage, f"{state}", state)
+        await in_state(stage, f"garbled {state}", state)
+        saboteur.garble(f"garbled {state}")
+    stage.clock.advance(1)
+    await stage.sweep(worker="w1")
+    for _ in range(20):
+        if not await stage.storage.purge("q", list(State), 2, drop=True):
+            break
+        await stage.sweep(worker="w1")
+    await repair(stage)
+
+
+async def test_a_garbled_finished_record_is_forgotten_when_its_time_has_come(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    await stage.enqueue("a")
+    await stage.complete(await stage.claim_one(), ttl=60)
+    saboteur.garble("a")
+    stage.clock.advance(60)
+    await stage.sweep()
+    await repair(stage)
+    stage.clock.advance(8 * 86_400)
+    await stage.sweep()
+    assert await stage.get("a") is None
+    assert saboteur.command("HLEN", saboteur.key + ":jobs") == 0
+
+
+async def test_stats_pass_over_a_garbled_record_at_the_head_of_the_line(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a", priority=9)
+    await stage.enqueue("b", priority=5)
+    saboteur.garble("a")
+    stage.clock.advance(7)
+    assert (await stage.stats()).oldest_ready_ms in (6999, 7000)
+    await repair(stage)
+
+
+async def test_an_outcome_whose_sizes_do_not_add_up_is_garbled(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in "abc":
+        await stage.enqueue(id)
+        await stage.fail(await stage.claim_one())
+    for id, size in (("a", 5), ("b", 7), ("c", 2**31)):
+        raw = saboteur.raw(id)
+        assert raw.count(struct.pack("<I", 6) + b"json") == 1
+        saboteur.overwrite(id, raw.replace(struct.pack("<I", 6) + b"json", struct.pack("<I", size) + b"json"))
+    for id in "abc":
+        assert_damaged(await stage.get(id))
+    assert await stage.keep("a", 60) is Kept.KEPT
+    assert_damaged(await stage.get("a"))
+    await repair(stage)
+    for id in "abc":
+        assert_damaged(await stage.get(id))
+
+
+@pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next", "next's size"])
+async def test_a_verb_takes_a_record_with_a_stamp_that_no_clock_has_shown_for_failed(
+    stage: Stage, saboteur: RedisSaboteur, field: str
+) -> None:
+    await stage.enqueue("a")
+    if field in ("fence", "next", "next's size"):
+        await stage.claim_one()
+        await stage.enqueue("a", b"newer", update=Update(), max_retries=3)
+    if field == "next's size":
+        run = saboteur.raw("a", ":runs")
+        saboteur.overwrite("a", run[: -len(b"newer") - 1], ":runs")
+    else:
+        saboteur.restamp("a", field, 2**62)
+    stage.clock.advance(1)
+    assert await stage.keep("a", 60) is Kept.KEPT
+    assert_damaged(await stage.get("a"))
+    await repair(stage)
+    assert_damaged(await stage.get("a"))
+
+
+@pytest.mark.parametrize(
+    "stamp", [2**53, 2**62, 2**63 - 1, 2**64 - 1], ids=["54 bits", "62 bits", "63 bits", "64 bits"]
+)
+@pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next"])
+async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
+    stage: Stage, saboteur: RedisSaboteur, stamp: int, field: str
+) -> None:
+    await stage.enqueue("a", priority=9)
+    await stage.enqueue("b")
+    if field in ("fence", "next"):
+        await stage.claim_one()
+    if field == "next":
+        await stage.enqueue("a", b"newer", update=Update())
+    saboteur.restamp("a", field, stamp)
+    await repair(stage)
+    for _ in range(3):
+        await stage.enqueue("c", update=Update())
+    assert {"b", "c"} <= set(await claim_all(stage))
+    for id in "bc":
+        assert await stage.complete(await stage.the(id)) is Settled.OK
+
+
+# Entries
+
+
+async def test_a_claim_strikes_entries_that_no_record_answers_for(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in ("gone", "running", "done", "lower", "later", "good"):
+        await stage.enqueue(id, priority={"running": 9, "done": 9, "lower": 1}.get(id, 5))
+    running, done = await stage.claim(2)
+    await stage.complete(done)
+    saboteur.strand("gone")
+    for id in ("running", "done", "lower"):
+        saboteur.list_at(":w5", 5, waiting_member(1, id.encode()))
+    saboteur.list_at(":w5", 6, waiting_member(3, b"later"))
+    assert await claim_all(stage) == ["later", "good", "lower"]
+    assert await stage.complete(running) is Settled.OK
+    await repair(stage)
+
+
+async def test_a_sweep_strikes_entries_of_the_running_that_do_not_run(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in ("waiting", "done", "gone", "good"):
+        await stage.enqueue(id, priority=9 if id == "done" else 5)
+    await stage.complete(await stage.claim_one())
+    gone = await stage.claim(3, lease=10)
+    await stage.release(gone[0])
+    saboteur.strand("gone")
+    for id in ("waiting", "done", "never"):
+        saboteur.list_at(":running", 7, id.encode())
+    swept = await stage.sweep()
+    assert (swept.overdue, swept.stalled) == ([], [])
+    assert (await stage.stats()).running == 2
+    stage.clock.advance(10)
+    assert (await stage.sweep()).overdue == ["good"]
+    stage.clock.advance(5)
+    assert (await stage.sweep()).stalled == ["good"]
+    assert (await stage.the("done")).state is State.COMPLETED
+    assert await claim_all(stage) == ["waiting", "good"]
+    await repair(stage)
+
+
+async def test_sweeping_a_worker_passes_over_entries_without_a_lease(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    await stage.claim_one()
+    saboteur.list_at(":running", 7, b"never")
+    assert (await stage.sweep(worker="w1")).stalled == ["a"]
+    await repair(stage)
+
+
+@pytest.mark.parametrize("index", [":completed", ":failed", ":cancelled"])
+async def test_a_live_record_among_the_forgotten_is_not_forgotten(
+    stage: Stage, saboteur: RedisSaboteur, index: str
+) -> None:
+    await stage.enqueue("done", priority=9)
+    await stage.complete(await stage.claim_one(), ttl=10)
+    await stage.enqueue("a")
+    await stage.enqueue("b", priority=9)
+    job = await stage.claim_one()
+    for id in ("a", "b", "never"):
+        saboteur.list_at(index, 7, id.encode())
+    stage.clock.advance(10)
+    await stage.sweep()
+    assert await stage.get("done") is None
+    assert await stage.complete(job) is Settled.OK
+    assert await claim_all(stage) == ["a"]
+    await repair(stage)
+
+
+async def test_an_outcome_listed_too_early_is_not_forgotten_before_its_time(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    await stage.enqueue("a")
+    await stage.complete(await stage.claim_one(), ttl=60)
+    saboteur.lose("a")
+    saboteur.list_at(":completed", 7, b"a")
+    await stage.sweep()
+    assert (await stage.the("a")).state is State.COMPLETED
+    await repair(stage)
+
+
+async def test_a_purge_strikes_entries_that_no_record_answers_for(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("running")
+    running = await stage.claim_one()
+    for id in ("gone", "good"):
+        await stage.enqueue(id)
+    saboteur.strand("gone")
+    saboteur.list_at(":w5", 5, waiting_member(1, b"running"))
+    await stage.storage.purge("q", [State.WAITING], 10)
+    assert await stage.complete(running) is Settled.OK
+    assert await stage.get("good") is None
+    await repair(stage)
+
+
+async def test_a_purge_of_running_jobs_passes_over_entries_that_do_not_run(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    for id in ("waiting", "running"):
+        await stage.enqueue(id, priority=9 if id == "running" else 5)
+    await stage.claim_one()
+    for id in ("waiting", "never"):
+        saboteur.list_at(":running", 7, id.encode())
+    await stage.storage.purge("q", [State.RUNNING], 10)
+    assert (await stage.the("waiting")).state is State.WAITING
+    job = await stage.the("running")
+    assert job.run is not None
+    assert job.run.cancel_asked
+    await repair(stage)
+
+
+async def test_a_lease_that_no_record_has_is_found_and_deleted(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    await stage.enqueue("b")
+    await stage.claim_one()
+    saboteur.command("HSET", saboteur.key + ":runs", "ghost", saboteur.raw("a", ":runs"))
+    assert {problem.id for problem in (await audit(stage.storage, "q")).problems if problem.id} == {"ghost"}
+    await repair(stage)
+    assert saboteur.command("HKEYS", saboteur.key + ":runs") == [b"a"]
+
+
+async def test_a_lease_left_on_a_finished_record_is_gone_after_the_repair(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    await stage.enqueue("a")
+    job = await stage.claim_one()
+    lease = saboteur.raw("a", ":runs")
+    await stage.complete(job)
+    saboteur.command("HSET", saboteur.key + ":runs", "a", lease)
+    assert await stage.complete(job) is Settled.LOST or (await stage.the("a")).state is State.COMPLETED
+    await repair(stage)
+    assert (await stage.the("a")).run is None
+    assert saboteur.command("EXISTS", saboteur.key + ":runs") == 0
+
+
+async def test_nobody_holds_a_lease_of_a_queue_that_is_not_there(stage: Stage) -> None:
+    await stage.enqueue("a")
+    job = await stage.claim_one()
+    gone = Stage(stage.storage, stage.clock, "never")
+    assert await gone.complete(job) is Settled.LOST
+    assert len((await gone.extend(job)).lost) == 1
+    assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == ["q"]
+
+
+# Ledgers
+
+UNREADABLE: list[bytes] = [
+    b"",
+    b"\x00",
+    b"\x00" * 400,
+    b"\x01",
+    b"\x01noise",
+    b"\x01" * 100,
+    b"\x01" + b"\x00" * (TOTALS.size - 1),
+    b"\x01" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
+]
+"""What begins with a higher number is of a later layout, and left alone."""
+
+
+@pytest.mark.parametrize("ledger", UNREADABLE, ids=lambda ledger: f"{ledger[:8]!r} of {len(ledger)}")
+async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then(
+    stage: Stage, saboteur: RedisSaboteur, ledger: bytes
+) -> None:
+    for id in "abcdef":
+        await stage.enqueue(id, priority=9 if id == "a" else 5)
+    job = await stage.claim_one()
+    await stage.enqueue("a", update=Update())
+    await stage.retry(await stage.claim_one(), delay=60)
+    await stage.complete(await stage.claim_one())
+    saboteur.garble("f")
+    before = await stage.stats()
+    saboteur.command("SET", saboteur.key + ":ledger", ledger)
+    assert "ledger" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
+    assert replace(await stage.stats(), totals={}) == replace(before, totals={})
+    await repair(stage)
+    assert await stage.complete(job) is Settled.OK
+    assert sorted(await claim_all(stage)) == ["a", "d", "e"]
+
+
+async def test_a_verb_that_finds_a_ledger_it_cannot_read_is_not_wedged(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    saboteur.command("SET", saboteur.key + ":ledger", b"\x00")
+    await stage.enqueue("b")
+    assert (await stage.stats()).ready == 2
+    assert await claim_all(stage) == ["a", "b"]
+    await repair(stage)
+
+
+async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteur: RedisSaboteur) -> None:
+    for id in "abcde":
+        await stage.enqueue(id)
+    jobs = await stage.claim(3)
+    await stage.fail(jobs[0])
+    future = stage.wall(3600)
+    saboteur.write("b", replace(saboteur.job("b"), run=replace(jobs[1].run, fence=future)))  # type: ignore[type-var]
+    saboteur.command("SET", saboteur.key + ":ledger", b"\x00")
+    assert (await stage.enqueue("new")).generation > future
+    await repair(stage)
+
+
+@pytest.mark.parametrize("verb", ["enqueue", "claim", "get"])
+async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: RedisSaboteur, verb: str) -> None:
+    await stage.enqueue("a")
+    sound = saboteur.read_ledger()
+    saboteur.write_ledger({**sound, "layout": 2})
+    before = saboteur.contents()
+    calls: dict[str, Callable[[], object]] = {"enqueue": stage.enqueue, "claim": stage.claim, "get": stage.get}
+    with pytest.raises(LayoutTooNew, match="layout 2"):
+        await calls[verb]()  # type: ignore[misc]
+    assert saboteur.contents() == before
+    saboteur.write_ledger(sound)
+
+
+# Repairs that come too late
+
+
+async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    calls, key = stage.storage._calls, stage.storage._key("never")
+    assert await calls.ask(key, "mend", ("record", "a", "")) == (0, 0)
+    assert await calls.ask(key, "recount", (0, 0, 0, 0)) == (0, 0)
+
+
+async def test_counts_are_not_corrected_if_something_has_happened_since(stage: Stage, saboteur: RedisSaboteur) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    await stage.enqueue("a")
+    stamp = saboteur.read_ledger()["last_stamp"]
+    await stage.enqueue("b")
+    before = saboteur.read_ledger()
+    reply, _ = await stage.storage._calls.ask(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
+    assert reply == 0
+    assert saboteur.read_ledger() == before
+
+
+async def test_a_repair_gives_a_record_with_an_outcome_and_a_lease_to_the_outcome(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    await stage.enqueue("a")
+    await stage.claim_one()
+    job = saboteur.job("a")
+    saboteur.write("a", replace(job, outcome=Outcome(job.generation, State.FAILED, 1, 2**52, error=b"e")))
+    await repair(stage)
+    assert (await stage.the("a")).state is State.FAILED
+    assert saboteur.command("EXISTS", saboteur.key + ":runs") == 0
+
+
+# Workers
+
+
+async def test_a_worker_record_that_cannot_be_read_hides_no_other_worker(stage: Stage, saboteur: RedisSaboteur) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    for worker in ("w1", "w2"):
+        await stage.storage.announce(worker, {"queues": ["q"]}, ttl_ms=10_000)
+    key = f"{{{stage.storage.namespace}}}:workers"
+    for garbled in (b"", b"short", saboteur.command("HGET", key, "w1")[:17] + b"\xc1"):
+        saboteur.command("HSET", key, "w1", garbled)
+        assert [worker.worker for worker in (await stage.storage.snapshot()).workers] == ["w2"]
+        if len(garbled) < 17:
+            assert not await stage.storage.evict("w1")
+    assert await stage.storage.evict("w2")
+    await stage.storage.announce("w1", {"queues": ["q"]}, ttl_ms=10_000)
+    assert [worker.worker for worker in (await stage.storage.snapshot()).workers] == ["w1", "w2"]
+
+
+# What the end of every test looks at
+
+
+@pytest.mark.parametrize(
+    ("key", "command"),
+    [
+        ("{%s/q}:stray", ("SET", "x")),
+        ("{%s/q}:w10", ("SET", "x")),
+        ("{%s/q}:wake", ("SET", "x")),
+        ("{%s/q}:floor", ("SET", "1")),
+        ("{%s/q}:call:123456789012:claim", ("SET", "x")),
+        ("{%s/other}:jobs", ("HSET", "id", "x")),
+        ("{%s/q}/failed:jobs", ("HSET", "id", "x")),
+        ("{%s/other}:ledger", ("SET", "x")),
+        ("{%s}:beats", ("ZADD", "1", "w")),
+        ("{%s}:workers", ("HSET", "w", "x")),
+        ("{%s}:stray", ("SET", "x")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_key_without_an_owner_is_noticed_and_gone(
+    stage: Stage, saboteur: RedisSaboteur, key: str, command: tuple[str, ...]
+) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    await stage.enqueue("a")
+    namespace = stage.storage.namespace
+    saboteur.command("DEL", f"{saboteur.key}:wake")
+    saboteur.command(command[0], key % namespace, *command[1:])
+    assert len(keyspace.clear(saboteur._server, namespace)) == 1
+    assert saboteur.contents() == {}
+    stage.storage._listed.clear()
+
+
+async def test_jobs_of_a_queue_without_a_ledger_are_noticed(stage: Stage, saboteur: RedisSaboteur) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    await stage.enqueue("a")
+    saboteur.command("DEL", f"{saboteur.key}:ledger")
+    wrong = keyspace.clear(saboteur._server, stage.storage.namespace)
+    assert len(wrong) == 3, wrong

@@ -1,0 +1,205 @@
+"""Line coverage of queue.lua: which statements did the tests never run?
+
+    python tools/lua_cover.py [PYTEST ARGUMENT...]
+
+Servers' Lua has no debug hooks, so the tests run on a counting build: at the start of every statement in a function
+stands a call that notes the place, once, as a bit of a key on the server. Statements at the top level are left alone:
+they run when the script is loaded. This file is the tool, and, under `-p tools.lua_cover`, the pytest plugin that
+makes the build and gathers the bits into the file that HOLDFAST_LUA_COVER names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+TESTS = ("tests/storage", "tests/redis", "-k", "not agreement")
+KEY = "holdfast-lua-cover"
+COUNTER = (
+    "local C do local seen = {} C = function(n) if not seen[n] then seen[n] = true "
+    f"redis.pcall('SETBIT', '{KEY}', n, 1) end end end "
+)
+"""One more local, and on one line, so that line numbers in errors stay right. A node of a cluster may refuse the key,
+a full server the bit: then the place is not noted, and that is all."""
+
+TOKEN = re.compile(
+    r"""(?P<space>\s+)
+      | (?P<comment>--\[\[.*?\]\]|--[^\n]*)
+      | (?P<string>'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|\[\[.*?\]\])
+      | (?P<number>\d[\w.]*)
+      | (?P<name>[A-Za-z_]\w*)
+      | (?P<sign>\.\.\.|\.\.|[=~<>]=|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+OPENS = {"function", "if", "do", "repeat"}
+BEGINS = {"local", "if", "for", "while", "repeat", "return", "break", "do", "function"}
+"""Keywords that begin a statement; so does a name."""
+KEYWORDS = BEGINS | {"and", "or", "not", "then", "else", "elseif", "end", "until", "in", "nil", "true", "false"}
+ENDS = {"end", "nil", "true", "false", ")", "]", "}", "...", "break"}
+"""Of keywords and signs, those after which a name begins a new statement."""
+BREAKS = {"then", "else", "do", "repeat"}
+"""A block begins, and with it a statement."""
+
+
+class Token(NamedTuple):
+    kind: str
+    text: str
+    at: int
+
+
+class Point(NamedTuple):
+    """The start of a statement."""
+
+    at: int
+    line: int
+    leads: bool
+    """It is the first on its line."""
+
+
+def tokens(source: str) -> Iterator[Token]:
+    for match in TOKEN.finditer(source):
+        kind = str(match.lastgroup)
+        if kind not in ("space", "comment"):
+            yield Token(kind, match.group(), match.start())
+
+
+def points(source: str) -> list[Point]:
+    """Every statement inside a function."""
+    found: list[Point] = []
+    stack: list[str] = []
+    last: Token | None = None
+    ends_parameters = False
+    """The next `)` closes a list of parameters, and a body begins."""
+    last_line = 0
+    for token in tokens(source):
+        line = source.count("\n", 0, token.at) + 1
+        word = token.text if token.kind in ("name", "sign") else ""
+        in_block = not stack or stack[-1] not in ("(", "[", "{")
+        starts_block = last is not None and (last.text in BREAKS or last.text == ")body")
+        after_statement = last is not None and (
+            last.kind in ("string", "number")
+            or last.text in ENDS
+            or (last.kind == "name" and last.text not in KEYWORDS)
+        )
+        # After a statement, or where a block begins, a name or a keyword that can begin a statement does.
+        begins = token.kind == "name" and (word in BEGINS or word not in KEYWORDS) and (starts_block or after_statement)
+        if begins and in_block and "function" in stack and stack[-1] != "loop":
+            found.append(Point(token.at, line, line != last_line))
+        last_line = line
+        last = token
+        if word in ("for", "while"):
+            stack.append("loop")
+        elif word == "do" and stack and stack[-1] == "loop":
+            stack[-1] = "do"
+        elif word in OPENS or word in ("(", "[", "{"):
+            stack.append(word)
+            ends_parameters = ends_parameters or word == "function"
+        elif word in (")", "]", "}", "end", "until"):
+            stack.pop()
+            if word == ")" and ends_parameters:
+                ends_parameters = False
+                last = Token("sign", ")body", token.at)
+    assert stack == [], stack
+    return found
+
+
+def counting(source: str, untouched: str) -> str:
+    """The counting build. The text `untouched` is left as it is: someone else replaces it."""
+    start = source.index(untouched)
+    text = source
+    for number, point in reversed(list(enumerate(points(source)))):
+        if not start <= point.at < start + len(untouched):
+            text = f"{text[: point.at]}C({number}) {text[point.at :]}"
+    return COUNTER + text
+
+
+# The plugin
+
+
+def pytest_configure(config: Any) -> None:
+    """Every storage of this test run gets the counting build."""
+    from holdfast.storage.redis import calls
+    from tests import servers
+
+    into = Path(os.environ["HOLDFAST_LUA_COVER"])
+    calls.BODY = counting(calls.BODY, calls.CLOCK)
+    stop = servers.Server.kill
+
+    def gather_and_kill(self: servers.Server) -> None:
+        if self.running and not self._paused:
+            try:
+                bits = self.command("GET", KEY, timeout=2)
+            except Exception:
+                bits = None  # A server that does not answer has nothing to say.
+            if isinstance(bits, bytes):
+                with into.open("a") as file:
+                    file.write(bits.hex() + "\n")
+        stop(self)
+
+    servers.Server.kill = gather_and_kill  # type: ignore[method-assign]
+
+
+def pytest_unconfigure(config: Any) -> None:
+    from tests import servers
+
+    for server in list(servers._running.values()):
+        server.kill()
+
+
+# The tool
+
+
+def hits(file: Path) -> set[int]:
+    """The points that any server has noted."""
+    found: set[int] = set()
+    for line in file.read_text().split():
+        for at, byte in enumerate(bytes.fromhex(line)):
+            found |= {8 * at + bit for bit in range(8) if byte & (128 >> bit)}
+    return found
+
+
+def main() -> int:
+    from holdfast.storage.redis.calls import BODY
+
+    arguments = sys.argv[1:] or TESTS
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "hits"
+        file.touch()
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "HOLDFAST_LUA_COVER": str(file), "PYTHONPATH": path}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.lua_cover", "-p", "no:cacheprovider"]
+        subprocess.run([*command, "--storage", "valkey", *arguments], cwd=ROOT, env=env, check=False)
+        hit = hits(file)
+    return report(BODY, hit)
+
+
+def report(source: str, hit: set[int]) -> int:
+    from holdfast.storage.redis.calls import CLOCK
+
+    start = source.index(CLOCK)
+    clock = range(start, start + len(CLOCK))
+    all = {n: point for n, point in enumerate(points(source)) if point.at not in clock}
+    missed = [all[n] for n in sorted(all.keys() - hit)]
+    lines = source.splitlines()
+    for point in missed:
+        column = point.at - source.rfind("\n", 0, point.at)
+        rest = lines[point.line - 1][column - 1 :] if not point.leads else lines[point.line - 1].strip()
+        print(f"queue.lua:{point.line}:{column}: {rest}")
+    leading = {point.line for point in all.values()}
+    missed_lines = {point.line for point in missed}
+    print(
+        f"{len(leading) - len(missed_lines)} of {len(leading)} lines,"
+        f" {len(all) - len(missed)} of {len(all)} statements of queue.lua were run"
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,704 @@
+"""Planted bugs: breaks the Redis storage in many known ways, one at a time, and asks whether a test fails.
+
+    python tools/plant.py [NAME...]
+
+Each bug is an edit of queue.lua or of a file beside it, made in a copy of the tree, with the tests that should catch
+it. Those with the name of a flaw translate one that a predecessor has: docs/seeds.md has the list. Fails if a bug
+survives, if an edit no longer applies, or if a test fails without any bug.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FOLDER = "src/holdfast/storage/redis"
+LIMIT_S = 120
+PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--timeout",
+    "30",
+    "--storage",
+    "valkey",
+)
+
+CALLS = "test_redis_calls"
+LINES = "test_redis_lines"
+LEASES, UPDATES, ORDER, REMEMBERING = "test_leases", "test_updates", "test_order", "test_remembering"
+WORK_QUEUE, TRANSITIONS, CLOCK, WAITERS = "test_seeds_work_queue", "test_transitions", "test_clock", "test_waiters"
+CRASHES = "crashes"
+
+
+class Bug(NamedTuple):
+    """An edit: in a file, this text to that; what it breaks; the test files that should notice."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+HOLDS = "return job and job.run and job.run.fence == fence and job.run.worker == worker"
+
+BUGS = [
+    # Flaws of the predecessors
+    Bug(
+        "F-Q1",
+        "an update of a running job puts it back in the line: it runs twice at once",
+        "queue.lua",
+        "  if job.run then return update_running(job, request, time, at) end\n",
+        "  if job.run then job.run, job.changed = nil, true end\n",
+        (UPDATES,),
+    ),
+    Bug(
+        "F-Q2",
+        "what follows a run is stuck for ever if its update did not take run_at",
+        "queue.lua",
+        "    set_due(promoted, following)\n",
+        "    set_due(promoted, following)\n    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
+        (UPDATES,),
+    ),
+    Bug(
+        "F-Q3",
+        "a lease without a record makes every sweep raise",
+        "queue.lua",
+        "    if not entry.job or not entry.job.run then\n      mend(books, entry)\n    else",
+        "    if false then\n      mend(books, entry)\n    else",
+        (LINES,),
+    ),
+    Bug("F-Q8", "whoever asks may settle", "queue.lua", HOLDS, "return job and job.run", (LEASES,)),
+    Bug(
+        "F-Q9",
+        "a worker that is to go is no longer told so once it announces itself",
+        "queue.lua",
+        "    if expires_at > WALL then evict = asked end",
+        "    if expires_at > WALL then evict = 0 end",
+        ("test_order", "test_refusals"),
+    ),
+    Bug(
+        "F-Q10",
+        "jobs of one instant go by id, not by arrival",
+        "queue.lua",
+        "pack('>I8', job.arrival) .. job.id",
+        "pack('>I8', 0) .. job.id",
+        (ORDER,),
+    ),
+    Bug(
+        "F-Q16",
+        "the clock of a client's machine decides over leases",
+        "__init__.py",
+        "Calls(servers, self._client, clock, timeout_s, body)",
+        "Calls(servers, self._client, clock or __import__('holdfast.clock').clock.SystemClock(), timeout_s, body)",
+        (CALLS,),
+    ),
+    Bug(
+        "F-P2",
+        "an empty result is taken for none",
+        "records.py",
+        "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)",
+        "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, bool(body), 0)",
+        ("test_seeds_platformatic", REMEMBERING, TRANSITIONS),
+    ),
+    Bug(
+        "F-P2 b",
+        "a cached outcome without a result is taken for missing",
+        "__init__.py",
+        "            if 0 <= index < len(replies) and outcome:\n",
+        "            if 0 <= index < len(replies) and outcome and decode_outcome(outcome).result is not None:\n",
+        ("test_seeds_platformatic", REMEMBERING),
+    ),
+    Bug(
+        "F-P3",
+        "a result's time to live is set on all records of the queue",
+        "queue.lua",
+        "        put(books, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n",
+        "        put(books, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n"
+        "        call('PEXPIRE', QUEUE .. ':jobs', (settlement.result_ttl_ms or 60000) + 1)\n",
+        (REMEMBERING,),
+    ),
+    Bug(
+        "F-P6",
+        "a claim takes a job out of the line and does not write the lease",
+        "queue.lua",
+        "  append(list_of(writes, 'runs'), id, pack('<BI8I4I8I2', 0, fence, lease_ms, until_at, #worker) .. worker)\n",
+        "",
+        (LEASES,),
+    ),
+    Bug(
+        "F-P6 b",
+        "as above, for a job that ran before",
+        "queue.lua",
+        "if job.run and job.run.changed then append",
+        "if job.run and job.run.changed and entry.ran then append",
+        (LEASES,),
+    ),
+    Bug(
+        "F-P8",
+        "ids are cut at a colon where events are read",
+        "records.py",
+        "        id = clean_id(message[at : at + id_size])\n",
+        '        id = clean_id(message[at : at + id_size].split(b":")[0])\n',
+        (CALLS, WAITERS),
+    ),
+    Bug(
+        "F-P9",
+        "a cancelled job stays in the line, and runs beside its successor",
+        "queue.lua",
+        "if entry.key and (entry.key ~= key or entry.member ~= member) then",
+        "if entry.key and key ~= ':cancelled' and (entry.key ~= key or entry.member ~= member) then",
+        (TRANSITIONS, "test_seeds_platformatic"),
+    ),
+    Bug(
+        "F-P13",
+        "a worker's earlier lease settles its later one",
+        "queue.lua",
+        HOLDS,
+        "return job and job.run and job.run.worker == worker",
+        (LEASES,),
+    ),
+    Bug(
+        "F-P14",
+        "stalls are not counted: a poisonous job goes round for ever",
+        "queue.lua",
+        "  job.stalls = job.stalls + 1\n",
+        "",
+        (LEASES,),
+    ),
+    Bug(
+        "F-P16",
+        "one listener's leaving silences all others",
+        "notices.py",
+        "        if self._channels[channel] <= 0:\n",
+        "        if True:\n",
+        (CALLS,),
+    ),
+    Bug(
+        "F-P16 b",
+        "one waiting worker's leaving leaves the others without tokens",
+        "notices.py",
+        "        if self._keys[key] <= 0:\n",
+        "        if True:\n",
+        (CALLS,),
+    ),
+    Bug(
+        "F-P22",
+        "an enqueue does not clear away what is to be forgotten: records pile up",
+        "queue.lua",
+        "  sweep_forgotten(books, FORGET_ON_ENQUEUE)\n",
+        "",
+        (REMEMBERING, "test_seeds_platformatic_storage"),
+    ),
+    Bug(
+        "F-P22 b",
+        "records are forgotten but not deleted",
+        "queue.lua",
+        "  if writes.gone then call('HDEL', queue .. ':jobs', unpack(writes.gone)) end\n",
+        "",
+        (REMEMBERING,),
+    ),
+    Bug(
+        "F-P23",
+        "a failed job can be cancelled, and its error is gone",
+        "queue.lua",
+        "  if job.outcome then return job, 'f' end\n  if not job.run then",
+        "  if job.outcome and job.outcome.state ~= FAILED then return job, 'f' end\n  if not job.run then",
+        (TRANSITIONS, "test_seeds_platformatic"),
+    ),
+    Bug(
+        "F-M2",
+        "a lease has no length before it is first extended: a sweep behind the claim takes it",
+        "queue.lua",
+        "stamp(books.time), books.now + 1000 * lease_ms\n",
+        "stamp(books.time), books.now\n",
+        (WORK_QUEUE,),
+    ),
+    Bug(
+        "F-M2 b",
+        "as above, for a job that ran before",
+        "queue.lua",
+        "fence = stamp(time), lease_ms = lease_ms, until_at = ",
+        "fence = stamp(time), lease_ms = lease_ms, until_at = 0 * ",
+        (LINES,),
+    ),
+    Bug(
+        "F-M3",
+        "a new job gets a record and no place in the line",
+        "queue.lua",
+        "    if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then\n",
+        "    if entry.key and (entry.key ~= key or entry.member ~= member or entry.score ~= score) then\n",
+        (WORK_QUEUE,),
+    ),
+    Bug(
+        "F-M4",
+        "who lost its lease completes a job that is back in the line",
+        "queue.lua",
+        HOLDS,
+        "return job and (not job.run or job.run.fence == fence and job.run.worker == worker)",
+        (LEASES, WORK_QUEUE),
+    ),
+    Bug(
+        "F-M5",
+        "a job that moves within the line is in it twice",
+        "queue.lua",
+        "if entry.key and (entry.key ~= key or entry.member ~= member) then",
+        "if entry.key and entry.key ~= key then",
+        (UPDATES,),
+    ),
+    Bug(
+        "F-M6",
+        "an earlier holder completes the lease of the present one",
+        "queue.lua",
+        HOLDS,
+        "return job and job.run and job.run.fence >= fence",
+        (LEASES,),
+    ),
+    Bug(
+        "F-W1",
+        "sweeping one worker takes back the leases of all",
+        "queue.lua",
+        "      if ok and run.worker == worker and #found < limit then",
+        "      if ok and #found < limit then",
+        (LEASES,),
+    ),
+    Bug(
+        "F-W2",
+        "a job that is given back goes to the end of the line",
+        "queue.lua",
+        "  if settlement.kind == RELEASE then ",
+        "  if settlement.kind == RELEASE then job.arrival, job.run_at = stamp(time), now ",
+        (LEASES,),
+    ),
+    Bug(
+        "F-W6",
+        "the id of a cancelled job is taken for ever",
+        "queue.lua",
+        "  if job.outcome then return enqueue_on_finished(job, request, time, at) end\n",
+        "  if job.outcome and job.outcome.state == CANCELLED then return job, DUPLICATE, job.generation, 5 end\n"
+        "  if job.outcome then return enqueue_on_finished(job, request, time, at) end\n",
+        (TRANSITIONS, "test_seeds_worqr"),
+    ),
+    # The protocol of calls
+    Bug(
+        "number not compared",
+        "a call whose reply was lost is made twice",
+        "queue.lua",
+        "    if number == last then\n",
+        "    if false then\n",
+        (CALLS, CRASHES),
+    ),
+    Bug(
+        "reply not kept",
+        "as above: nothing is known of the first call",
+        "queue.lua",
+        "  call('SET', key, pack('<I8', number)",
+        "  local _ = select('#', key, pack('<I8', number)",
+        (CALLS, CRASHES),
+    ),
+    Bug(
+        "lower number accepted",
+        "a late first copy is made after what came after it",
+        "queue.lua",
+        "    if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end\n",
+        "",
+        (CALLS, CRASHES),
+    ),
+    Bug(
+        "fence of a repeated claim not compared",
+        "a repeated claim gives leases that others hold by now",
+        "queue.lua",
+        "    if raw and run and sub(run, 2, 9) == fence then\n",
+        "    if raw and run then\n",
+        (CALLS, CRASHES),
+    ),
+    Bug(
+        "calls are kept for ever",
+        "every client that ever was leaves keys behind",
+        "queue.lua",
+        ", 'PX', CALL_KEPT_MS)",
+        ")",
+        (LEASES,),
+    ),
+    Bug(
+        "floors are kept for ever",
+        "every queue that ever was leaves a key behind",
+        "queue.lua",
+        ", 'PX', FLOOR_KEPT_MS)",
+        ")",
+        (REMEMBERING, ORDER, TRANSITIONS, "test_plans", "test_refusals"),
+    ),
+    Bug(
+        "a new number for every attempt",
+        "a call whose reply was lost is made twice",
+        "wire.py",
+        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for request in self._pending:\n"
+        "            if request.sent_at and request.args[0] == 'FCALL' and request.args[6]:\n"
+        "                request.args = (*request.args[:6], int(request.args[6]) + 1000, *request.args[7:])\n"
+        "            self._write(self._transport, request)\n",
+        (CRASHES,),
+    ),
+    Bug(
+        "resent in reverse",
+        "after a break, calls overtake each other",
+        "wire.py",
+        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        self._pending = deque(reversed(self._pending))\n"
+        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        (CRASHES,),
+    ),
+    Bug(
+        "not resent",
+        "what was in flight when the connection broke is lost",
+        "wire.py",
+        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for request in self._pending:\n"
+        "            if not request.sent_at:\n                self._write(self._transport, request)\n",
+        (CRASHES,),
+    ),
+    Bug(
+        "library not loaded again",
+        "a server that was restarted refuses all calls",
+        "wire.py",
+        "            if str(reply).startswith(NOT_LOADED):\n",
+        "            if str(reply).startswith(NOT_LOADED) and self._load_error == '':\n",
+        (CALLS,),
+    ),
+    Bug(
+        "no allow-oom",
+        "a full server can not be drained",
+        "queue.lua",
+        ", flags = {'allow-oom'}}",
+        "}",
+        (CALLS,),
+    ),
+    Bug(
+        "enqueue with allow-oom",
+        "a full server takes jobs until it dies",
+        "queue.lua",
+        "{function_name = NAME .. '_enqueue', callback = run}",
+        "{function_name = NAME .. '_enqueue', callback = run, flags = {'allow-oom'}}",
+        (CALLS,),
+    ),
+    Bug(
+        "replies cut at the wrong place",
+        "of callers that travel together some get the replies of others",
+        "calls.py",
+        "            start += ask.count\n",
+        "            start += 1\n",
+        (CALLS,),
+    ),
+    Bug(
+        "every caller gets the first replies",
+        "as above",
+        "__init__.py",
+        "        return [_SETTLED[code] for code in replies[start : start + len(batch)]]\n",
+        "        return [_SETTLED[code] for code in replies[: len(batch)]]\n",
+        (CALLS,),
+    ),
+    Bug(
+        "verbs overtake each other",
+        "calls of one client to one queue are not made in their order",
+        "calls.py",
+        "            if not fits or ask.verb != first.verb or ask.options != first.options:\n                break\n",
+        "            if ask.verb != first.verb:\n                self._asks.rotate(-1)\n                break\n"
+        "            if not fits or ask.options != first.options:\n                break\n",
+        (CALLS,),
+    ),
+    Bug(
+        "options of another caller",
+        "calls with different options travel as one",
+        "calls.py",
+        "ask.verb != first.verb or ask.options != first.options:",
+        "ask.verb != first.verb:",
+        (CALLS, UPDATES, LEASES),
+    ),
+    # The short cuts for plain jobs
+    Bug(
+        "plain: fence not compared",
+        "a worker's earlier lease completes its later one, if nothing is to be remembered",
+        "queue.lua",
+        " and sub(head, 2, 9) == sub(run, 2, 9)",
+        "",
+        (LEASES, WORK_QUEUE, LINES),
+    ),
+    Bug(
+        "plain: worker not compared",
+        "whoever knows the fence completes a job, if nothing is to be remembered",
+        "queue.lua",
+        " and sub(run, 22, 21 + #holder) == holder",
+        "",
+        (LEASES, WORK_QUEUE, LINES),
+    ),
+    Bug(
+        "plain: next not looked for",
+        "an update that arrived during the run is lost",
+        "queue.lua",
+        " and band(byte(run, 1), NEXT) == 0",
+        "",
+        (UPDATES, TRANSITIONS, LINES),
+    ),
+    Bug(
+        "plain: time to live not looked at",
+        "results are not remembered",
+        "queue.lua",
+        "sub(head, 10, 25) == NO_TTLS and ",
+        "",
+        (REMEMBERING,),
+    ),
+    Bug(
+        "plain: claimed and still in the line",
+        "a job is leased twice",
+        "queue.lua",
+        "  append(list_of(writes.zrem, index), member)\n",
+        "",
+        (LEASES,),
+    ),
+    Bug(
+        "plain: long records",
+        "counts and waiters of a record are passed over",
+        "queue.lua",
+        "PLAIN[flags] = flags % 2 == 0 and flags % 16 < 8",
+        "PLAIN[flags] = flags % 16 < 8",
+        (LEASES, WAITERS, REMEMBERING),
+    ),
+    Bug(
+        "plain: enqueue with a waiter",
+        "who enqueues and waits is not told",
+        "queue.lua",
+        "request.when == NOW and request.keep_ms == 0 and request.payload",
+        "request.when == NOW and request.payload",
+        (WAITERS, REMEMBERING, CALLS),
+    ),
+    Bug(
+        "plain: enqueue for later",
+        "a delay is passed over",
+        "queue.lua",
+        "request.when == NOW and request.keep_ms == 0",
+        "request.keep_ms == 0",
+        (ORDER,),
+    ),
+    Bug(
+        "plain: an id twice in one batch",
+        "an id is in the line twice",
+        "queue.lua",
+        "raws[at] and true or met[id] ~= nil or ",
+        "raws[at] and true or ",
+        (ORDER, UPDATES, TRANSITIONS),
+    ),
+    # Wake-ups, counts, time, lists
+    Bug(
+        "no token for new work",
+        "waiting workers sleep on",
+        "queue.lua",
+        "    if books.ready then wake(books) end\n",
+        "",
+        (CALLS,),
+    ),
+    Bug(
+        "no token for what a claim leaves",
+        "of many due jobs only the first batch is taken at once",
+        "queue.lua",
+        "  if run_at and run_at <= books.now then wake(books) end\n",
+        "",
+        (CALLS,),
+    ),
+    Bug(
+        "a token for each job",
+        "a long line wakes workers as often as it has jobs",
+        "queue.lua",
+        "  if call('LLEN', books.queue .. ':wake') == 0 then ",
+        "  if true then ",
+        (CALLS,),
+    ),
+    Bug(
+        "many waiters are not told",
+        "the fifth waiting client finds out a second late",
+        "__init__.py",
+        'return [f"{key}:to:{self._client}", f"{key}:to:*"] if _is_answer(topic)',
+        'return [f"{key}:to:{self._client}"] if _is_answer(topic)',
+        (CALLS,),
+    ),
+    Bug(
+        "totals are not counted",
+        "nobody knows what has happened",
+        "queue.lua",
+        "  ledger[TOTALS + kind] = ledger[TOTALS + kind] + 1\n",
+        "",
+        (TRANSITIONS,),
+    ),
+    Bug(
+        "the queue's time is not kept",
+        "a clock that steps back takes the queue with it",
+        "queue.lua",
+        "  time[LAST_AT] = max(WALL + time[SKEW], time[LAST_AT])\n",
+        "  time[LAST_AT] = WALL + time[SKEW]\n",
+        (CLOCK,),
+    ),
+    Bug(
+        "stamps may be given out twice",
+        "two leases within a microsecond have one fence",
+        "queue.lua",
+        "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP] + 1)\n",
+        "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP])\n",
+        (CLOCK, LEASES),
+    ),
+    Bug(
+        "a dropped queue forgets its stamps",
+        "a queue that is made anew gives out fences that were there before",
+        "queue.lua",
+        "tonumber(call('GET', queue .. ':floor') or 0)",
+        "0",
+        (CLOCK, ORDER, REMEMBERING),
+    ),
+    Bug(
+        "not listed again",
+        "a queue that another client dropped is made anew and in no snapshot",
+        "__init__.py",
+        "        if opened and not listed_now:\n",
+        "        if False:\n",
+        (ORDER, CALLS, REMEMBERING),
+    ),
+    Bug(
+        "beats without workers",
+        "records of workers that are gone pile up",
+        "queue.lua",
+        "    call('HDEL', QUEUE .. ':workers', gone)\n",
+        "",
+        (ORDER, "test_refusals", CALLS),
+    ),
+    Bug(
+        "garbled records are not noticed",
+        "bytes that are no record become a job",
+        "queue.lua",
+        "  if flags < MARK or flags >= MARK + 32 or priority > 9 or ",
+        "  if ",
+        (LINES,),
+    ),
+    Bug(
+        "stamps that no clock has shown",
+        "one garbled stamp, and the queue counts on from it",
+        "queue.lua",
+        " or max(generation, run_at) > NEVER then",
+        " then",
+        (LINES,),
+    ),
+    Bug(
+        "garbled for the client only",
+        "a record that the client cannot read makes the whole claim raise",
+        "__init__.py",
+        "            except UNREADABLE:\n                garbled += (",
+        "            except ZeroDivisionError:\n                garbled += (",
+        (LINES,),
+    ),
+]
+
+
+left_out: list[str] = []
+"""Tests that fail without any bug: what they say means nothing."""
+
+
+class Verdict(NamedTuple):
+    bug: Bug
+    caught_by: str
+    """A test, or '' if none."""
+    trouble: str
+    seconds: float
+
+
+def main() -> int:
+    wanted = [bug for bug in BUGS if not sys.argv[1:] or bug.name in sys.argv[1:]]
+    with tempfile.TemporaryDirectory(prefix="holdfast-plant-") as scratch:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        workers = min(2, os.cpu_count() or 1)
+        for n in range(workers):
+            copies.put(copy(Path(scratch) / str(n)))
+
+        def run(bug: Bug) -> Verdict:
+            folder = copies.get()
+            try:
+                verdict = plant(folder, bug)
+            finally:
+                copies.put(folder)
+            print(line(verdict), flush=True)
+            return verdict
+
+        folder = copies.get()
+        sick, seconds = pytest(folder, {name for bug in wanted for name in bug.tests}, "--maxfail=1000000")
+        copies.put(folder)
+        left_out.extend(sick)
+        for test in sick:
+            print(f"{test} fails without any bug: left out")
+        print(f"the tests without any bug: {seconds:.0f} s", flush=True)
+        with ThreadPoolExecutor(workers) as pool:
+            verdicts = list(pool.map(run, wanted))
+    bad = [verdict for verdict in verdicts if not verdict.caught_by]
+    print(f"{len(verdicts)} planted, {len(verdicts) - len(bad)} caught")
+    for verdict in bad:
+        print(line(verdict))
+    return 1 if bad or left_out else 0
+
+
+def copy(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+def plant(folder: Path, bug: Bug) -> Verdict:
+    file = folder / FOLDER / bug.file
+    sound = file.read_text()
+    if sound.count(bug.old) != 1:
+        return Verdict(bug, "", f"the text to change is there {sound.count(bug.old)} times", 0)
+    try:
+        file.write_text(sound.replace(bug.old, bug.new))
+        failed, seconds = pytest(folder, set(bug.tests), *(f"--deselect={test}" for test in left_out))
+    finally:
+        file.write_text(sound)
+    caught_by = failed[0].rpartition("/")[2].replace(".py::", ": ") if failed else ""
+    return Verdict(bug, caught_by, "" if caught_by else "SURVIVED", seconds)
+
+
+def pytest(folder: Path, names: set[str], *options: str) -> tuple[list[str], float]:
+    """Run these test files. The tests that failed, and how long it took."""
+    files = sorted(
+        f"tests/redis/test_{CRASHES}.py" if name == CRASHES else f"tests/storage/{name}.py" for name in names
+    )
+    env = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [*PYTEST, *options, *files]
+    began = time.monotonic()
+    try:
+        run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return [f"a time-out of {LIMIT_S} s"], time.monotonic() - began
+    seconds = time.monotonic() - began
+    if run.returncode == 0:
+        return [], seconds
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    return sorted(set(failed)) or [f"pytest ended with {run.returncode}"], seconds
+
+
+def line(verdict: Verdict) -> str:
+    bug = verdict.bug
+    return f"{bug.name:38} {bug.breaks:88} {verdict.caught_by or verdict.trouble} ({verdict.seconds:.0f} s)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
