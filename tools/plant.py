@@ -377,8 +377,8 @@ BUGS = [
         "library not loaded again",
         "a server that was restarted refuses all calls",
         "wire.py",
-        "            if str(reply).startswith(NOT_LOADED):\n",
-        "            if str(reply).startswith(NOT_LOADED) and self._load_error == '':\n",
+        "            if str(reply).startswith(NOT_LOADED)",
+        "            if not reply",
         (CALLS,),
     ),
     Bug(

@@ -471,7 +471,7 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
     job = await twin.claim_one()
     ledger = server.command("GET", key(twin, "ledger"))
     assert isinstance(ledger, bytes)
-    server.command("SET", key(twin, "ledger"), bytes([99]) + ledger[1:] + b"more")
+    server.command("SET", key(twin, "ledger"), bytes([ledger[0] + 8]) + ledger[1:] + b"more")
     before = dump(server, namespace_of(twin))
     calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
         lambda: twin.enqueue("a"),
@@ -490,7 +490,7 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
         lambda: audit(storage, "q", repair=True),
     ]
     for call in calls:
-        with pytest.raises(LayoutTooNew, match="99"):
+        with pytest.raises(LayoutTooNew, match="layout 9"):
             await call()
     after = dump(server, namespace_of(twin))
     listed = f"{{{namespace_of(twin)}}}:queues".encode()

@@ -563,14 +563,17 @@ async def test_nobody_holds_a_lease_of_a_queue_that_is_not_there(stage: Stage) -
 UNREADABLE: list[bytes] = [
     b"",
     b"\x00",
-    b"\x00" * 400,
     b"\x01",
-    b"\x01noise",
-    b"\x01" * 100,
-    b"\x01" + b"\x00" * (TOTALS.size - 1),
-    b"\x01" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
+    b"\x02",
+    b"\xff",
+    b"\x00" * 400,
+    b"\xa1",
+    b"\xa1noise",
+    b"\xa1" * 100,
+    b"\xa1" + b"\x00" * (TOTALS.size - 1),
+    b"\xa1" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
 ]
-"""What begins with a higher number is of a later layout, and left alone."""
+"""The first byte has a mark and the layout's number: a later one is left alone."""
 
 
 @pytest.mark.parametrize("ledger", UNREADABLE, ids=lambda ledger: f"{ledger[:8]!r} of {len(ledger)}")
@@ -618,7 +621,7 @@ async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteu
 async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: RedisSaboteur, verb: str) -> None:
     await stage.enqueue("a")
     sound = saboteur.read_ledger()
-    saboteur.write_ledger({**sound, "layout": 2})
+    saboteur.write_ledger({**sound, "layout": sound["layout"] + 1})
     before = saboteur.contents()
     calls: dict[str, Callable[[], object]] = {"enqueue": stage.enqueue, "claim": stage.claim, "get": stage.get}
     with pytest.raises(LayoutTooNew, match="layout 2"):

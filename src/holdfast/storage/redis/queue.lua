@@ -38,11 +38,11 @@ TERMS     result_ttl_ms+1 I8, and the rest of the work's options, which only cli
 RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
 NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
           #terms I2  terms  payload
-LEDGER    layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying i8
+LEDGER    160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying i8
           deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
-local LAYOUT = 1
+local LAYOUT, LAYOUT_MARK = 1, 160
 local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS = 3600000, 60000, 604800000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
@@ -589,7 +589,7 @@ end
 local NO_STEPS = {}
 
 local function new_ledger(queue)
-  local ledger = {LAYOUT, 0, tonumber(call('GET', queue .. ':floor') or 0), 0, 0, 0, 0, NEVER, 0, 0}
+  local ledger = {LAYOUT_MARK + LAYOUT, 0, tonumber(call('GET', queue .. ':floor') or 0), 0, 0, 0, 0, NEVER, 0, 0}
   for kind = 1, KINDS do ledger[TOTALS + kind] = 0 end
   ledger[STEPS], ledger[REASON] = NO_STEPS, ''
   return ledger
@@ -646,8 +646,8 @@ end
 local function read_ledger(queue)
   local packed = call('GET', queue .. ':ledger')
   if not packed then return nil end
-  local layout = byte(packed)
-  if layout and layout > LAYOUT then error({err = 'HOLDFAST_LAYOUT ' .. layout}) end
+  local layout = (byte(packed) or 0) - LAYOUT_MARK
+  if layout > LAYOUT and layout < 32 then error({err = 'HOLDFAST_LAYOUT ' .. layout}) end
   local ok, ledger = pcall(decode_ledger, packed)
   return ok and layout == LAYOUT and ledger or rebuilt_ledger(queue)
 end
@@ -1102,7 +1102,7 @@ function REPEATS.enqueue(reply)
 end
 
 local function misplaced(job, time)
-  return job.run or job.outcome or place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
+  return place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
 end
 
 -- What looks due: the jobs that are, in parallel lists, and the entries that do not stand where they belong.
