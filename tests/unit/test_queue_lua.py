@@ -1,0 +1,123 @@
+"""What must stay true of queue.lua itself: its clock, its commands, and that it speaks the machine's language."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+
+from holdfast import clock, machine
+from holdfast.clock import ManualClock
+from holdfast.events import ENDS, ENDS_A_WAIT, MAKES_READY, Kind
+from holdfast.jobs import State
+from holdfast.storage import checks, engine
+from holdfast.storage.redis import calls, records
+from holdfast.storage.redis.calls import BODY, CLOCK, INJECTED_CLOCK, Calls, Library
+from holdfast.storage.redis.servers import find
+
+COMMANDS = set(re.findall(r"call\('([A-Z]+)'", BODY))
+WHOLE = {
+    "KEYS",
+    "LREM",
+    "LRANGE",
+    "SMEMBERS",
+    "HGETALL",
+    "HKEYS",
+    "HVALS",
+    "SCAN",
+    "SORT",
+    "ZUNION",
+    "ZINTER",
+    "FLUSHDB",
+}
+"""Commands that may take as long as a queue, or the server, is large."""
+
+
+def constant(name: str) -> float:
+    """A number that the library declares."""
+    for names, values in re.findall(r"(?m)^local ([A-Z_, ]+) = ([\d, ]+)", BODY):
+        declared = dict(zip(names.split(", "), values.split(", "), strict=False))
+        if name in declared:
+            return int(declared[name])
+    raise LookupError(name)
+
+
+def test_the_shipped_library_knows_only_the_servers_clock() -> None:
+    servers, _ = find("redis://localhost", "redis://localhost")
+    shipped = Calls(servers, "client", None, 1.0)._library
+    assert BODY.count(CLOCK) == BODY.count("TIME'") == 1
+    assert shipped.text.endswith(BODY)
+    assert INJECTED_CLOCK not in shipped.text
+    assert not re.search(r"os\.(time|clock|date)|math\.random", BODY)
+
+
+def test_only_a_storage_with_a_clock_of_its_own_injects_it() -> None:
+    servers, _ = find("redis://localhost", "redis://localhost")
+    injected = Calls(servers, "client", ManualClock(), 1.0)._library
+    assert INJECTED_CLOCK in injected.text
+    assert CLOCK not in injected.text
+    assert injected.name != Library(BODY, injected_clock=False).name
+
+
+def test_another_release_has_another_name_on_the_server() -> None:
+    assert Library(BODY, False).name != Library(BODY + "-- changed", False).name
+    assert Library(BODY, False).name == Library(BODY, False).name
+
+
+def test_no_command_looks_at_a_whole_queue_or_at_all_keys() -> None:
+    assert {"ZRANGE", "HMGET", "ZADD"} <= COMMANDS
+    assert {"HGETALL"} == COMMANDS & WHOLE
+    assert re.findall(r"call\('HGETALL', (.*?)\)", BODY) == ["QUEUE .. ':workers'"]
+    assert re.findall(r"call\('HSCAN', .*?'COUNT', (\d+)\)", BODY) == ["500", "100"]
+    assert not re.search(r"call\([^)]*, -1[,)]", BODY)
+
+
+def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
+    library = Library(BODY, False)
+    assert re.findall(r"function_name = (.*?), callback = run(.*?)}", BODY) == [
+        ("NAME .. '_enqueue'", ""),
+        ("NAME", ", flags = {'allow-oom'"),
+    ]
+    assert library.script(f"{library.name}_enqueue").startswith("#!lua\n")
+    assert library.script(library.name).startswith("#!lua flags=allow-oom\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["RESULT_TTL_MS", "CANCELLED_TTL_MS", "FAILURE_TTL_MS", "MAX_STALL_DELAY_MS", "STEP_BACK_US", "MAX_STEPS"]
+)
+def test_the_library_has_the_machines_lengths(name: str) -> None:
+    assert constant(name) == getattr(clock if name in ("STEP_BACK_US", "MAX_STEPS") else machine, name)
+
+
+def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
+    assert machine.DAMAGED.decode() in BODY
+    assert constant("MAX_CALL_BYTES") == checks.MAX_CALL_BYTES
+    assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
+    assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
+    assert constant("MEND_PASSES") == engine.MEND_PASSES
+    assert constant("LAYOUT") == calls.LAYOUT
+    assert [constant(state.name) for state in State] == [records.STATES.index(state) for state in State]
+    kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
+    assert kinds == {kind.name: 1 + records.KINDS.index(kind) for kind in Kind}
+    for name, wanted in (("ENDS", ENDS), ("ENDS_A_WAIT", ENDS_A_WAIT), ("MAKES_READY", MAKES_READY)):
+        assert set(re.findall(r"KIND\.([A-Z_]+)", _table(name))) == {kind.name for kind in wanted}
+
+
+def _table(name: str) -> str:
+    (body,) = re.findall(rf"(?ms)^local {name} = \{{(.*?)\}}$", BODY)
+    return str(body)
+
+
+NOT_IN_LUA = {"phase_of", "answer", "next_generation", "as_placed", "transitions"}
+"""What only readers and tests need, and what `choose` does by itself."""
+OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep_until": "waited_for"}
+"""`end` is a word of Lua's own."""
+
+
+def test_every_decision_of_the_machine_has_its_namesake() -> None:
+    tree = ast.parse(inspect.getsource(machine))
+    names = {node.name.lstrip("_") for node in tree.body if isinstance(node, ast.FunctionDef)} - NOT_IN_LUA
+    defined = set(re.findall(r"(?m)^(?:local )?function (?:machine\.)?(\w+)\(", BODY))
+    assert {OTHERWISE.get(name, name) for name in names} <= defined
