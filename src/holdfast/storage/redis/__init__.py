@@ -10,8 +10,8 @@ import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import AsyncIterator, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 import msgspec
@@ -22,7 +22,6 @@ from holdfast.clock import Clock, QueueTime
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.events import Event, Kind, Topic
 from holdfast.jobs import (
-    FINISHED,
     Cancelled,
     Claim,
     Enqueued,
@@ -34,7 +33,6 @@ from holdfast.jobs import (
     Lease,
     Orders,
     Page,
-    QueueStats,
     Repaired,
     Request,
     Run,
@@ -43,36 +41,32 @@ from holdfast.jobs import (
     Snapshot,
     State,
     Swept,
-    WorkerStats,
 )
 from holdfast.storage import checks
 from holdfast.storage.checked import CheckedStorage
 from holdfast.storage.checks import FAILED_SUFFIX, clean_id, id_bytes
 from holdfast.storage.hub import Subscription
-from holdfast.storage.reading import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.reading import as_read, listed, read_cursor, write_cursor
 from holdfast.storage.redis import servers as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import LAYOUT, Calls
 from holdfast.storage.redis.notices import Bell, Ear
-from holdfast.storage.redis.pages import read_page
+from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.records import (
     ENQUEUED,
     FENCE,
-    KINDS,
     PLACED,
     STATES,
     UNREADABLE,
     claimed,
     decode_events,
-    decode_job,
     decode_outcome,
     request_args,
     settlement_args,
-    waiting_member,
 )
 from holdfast.storage.redis.servers import Servers
-from holdfast.storage.redis.wire import Argument, Reply
-from holdfast.storage.table import Place
+from holdfast.storage.redis.stats import queue_stats, worker_stats
+from holdfast.storage.redis.wire import Argument
 
 log = logging.getLogger("holdfast.redis")
 
@@ -84,13 +78,15 @@ CLIENT_BYTES = 9
 """Of randomness in a client's name, which has 12 characters: queue.lua cuts lists of waiters there."""
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 
-_CANCELLED = {99: Cancelled.CANCELLED, 97: Cancelled.ASKED, 102: Cancelled.FINISHED, 109: Cancelled.MISSING}
-_KEPT = {107: Kept.KEPT, 108: Kept.LIVE, 109: Kept.MISSING}
-_SETTLED = {49: Settled.OK, 48: Settled.LOST}
-"""One character per item in a reply, by its code."""
+_CANCELLED = dict(
+    zip(b"cafm", (Cancelled.CANCELLED, Cancelled.ASKED, Cancelled.FINISHED, Cancelled.MISSING), strict=True)
+)
+_KEPT = dict(zip(b"klm", (Kept.KEPT, Kept.LIVE, Kept.MISSING), strict=True))
+_SETTLED = dict(zip(b"10", (Settled.OK, Settled.LOST), strict=True))
+_LOST, _CANCEL_ASKED = b"lc"
+"""One character per item in a reply."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_facts = msgspec.msgpack.Decoder(Facts).decode
 
 
 class RedisStorage(CheckedStorage):
@@ -198,15 +194,6 @@ class RedisStorage(CheckedStorage):
             await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
 
-    @contextmanager
-    def _may_open(self, queue: str) -> Generator[None]:
-        """Around a call that may make a queue: if its reply is not seen, the next one lists the queue again."""
-        try:
-            yield
-        except BaseException:
-            self._listed.discard(queue)
-            raise
-
     # Changing
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
@@ -219,11 +206,14 @@ class RedisStorage(CheckedStorage):
         for request in jobs:
             items += request_args(request)
             size += len(request.work.payload or b"")
-        with self._may_open(queue):
+        try:
             answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
             opened, packed, cached = answer
             if opened and not listed_now:
                 await self._list(queue, opened=True)
+        except BaseException:
+            self._listed.discard(queue)  # It may have been made anew, and nobody has seen the reply that says so.
+            raise
         mine = packed[start * ENQUEUED.size : (start + len(jobs)) * ENQUEUED.size]
         replies: list[Enqueued] = [
             Enqueued(request.id, PLACED[placed], generation, STATES[state])
@@ -264,11 +254,14 @@ class RedisStorage(CheckedStorage):
             args = settlement_args(item)
             items += args
             size += len(args[2]) + len(args[3])
-        with self._may_open(companion):
+        try:
             reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
             opened, replies = reply
             if opened and not follows:
                 await self._list(companion, opened=True)
+        except BaseException:
+            self._listed.discard(companion)
+            raise
         return [_SETTLED[code] for code in replies[start : start + len(batch)]]
 
     async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended:
@@ -280,10 +273,9 @@ class RedisStorage(CheckedStorage):
             items += (id_bytes(lease.id), lease.fence, progress)
             size += len(progress)
         reply, start = await self._calls.ask(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
-        told = dict(zip(range(len(leases)), reply[start : start + len(leases)], strict=True))
+        told = list(zip(leases, reply[start : start + len(leases)], strict=True))
         return Extended(
-            [lease for at, lease in enumerate(leases) if told[at] == ord("l")],
-            [lease for at, lease in enumerate(leases) if told[at] == ord("c")],
+            [lease for lease, code in told if code == _LOST], [lease for lease, code in told if code == _CANCEL_ASKED]
         )
 
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
@@ -302,10 +294,13 @@ class RedisStorage(CheckedStorage):
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         self._check_open()
         await self._list(queue)
-        with self._may_open(queue):
+        try:
             opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
             if opened:
                 await self._list(queue, opened=True)
+        except BaseException:
+            self._listed.discard(queue)
+            raise
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
         self._check_open()
@@ -345,15 +340,16 @@ class RedisStorage(CheckedStorage):
         keys = [id_bytes(id) for id in ids]
         now, skew, raws, runs = await self._calls.read(self._key(queue), "get", *keys)
         time = QueueTime(now, skew=skew)
-        jobs = [_job(id, raw, run, now) for id, raw, run in zip(keys, raws, runs, strict=True)]
+        jobs = [job_or_damaged(id, raw, run, now) for id, raw, run in zip(keys, raws, runs, strict=True)]
         return [None if job is None or machine.forgotten(job, now) else as_read(job, time) for job in jobs]
 
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
         self._check_open()
         states, start = read_cursor(state, after)
-        page = await read_page(self._calls, self._key(queue), _indexes(states, start), _start(start), limit + 1)
+        indexes = indexes_of(states, start)
+        page = await read_page(self._calls, self._key(queue), indexes, score_and_member(start), limit + 1)
         time = QueueTime(page.now, skew=page.skew)
-        jobs = [_job(entry.id, entry.raw, entry.run, page.now) for entry in page.entries]
+        jobs = [job_or_damaged(entry.id, entry.raw, entry.run, page.now) for entry in page.entries]
         end: str | None = None
         if len(jobs) > limit:
             last, following = page.entries[limit - 1 : limit + 1]
@@ -367,9 +363,9 @@ class RedisStorage(CheckedStorage):
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
         queues = sorted(name.decode() for name in names)
         now, flat = await self._calls.read(self._name(), "workers")
-        workers = sorted(_workers(flat, now), key=lambda worker: worker.worker)
+        workers = sorted(worker_stats(flat, now), key=lambda worker: worker.worker)
         replies = await asyncio.gather(*(self._calls.read(self._key(queue), "stats") for queue in queues))
-        stats = [_stats(queue, reply, workers) for queue, reply in zip(queues, replies, strict=True) if reply]
+        stats = [queue_stats(queue, reply, workers) for queue, reply in zip(queues, replies, strict=True) if reply]
         return Snapshot(now, stats, workers)
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
@@ -465,72 +461,6 @@ def _each(form: struct.Struct, packed: bytes) -> Iterator[tuple[int, ...]]:
 
 def _time(at: int) -> int | None:
     return None if at < 0 else at
-
-
-def _job(id: bytes, raw: bytes | None, run: bytes | None, now: int) -> Job | None:
-    """A record as a job; a record that cannot be read, as a damaged one."""
-    if raw is None:
-        return None
-    try:
-        return decode_job(id, raw, run)
-    except UNREADABLE:
-        return machine.damaged(clean_id(id), None, now)
-
-
-def _indexes(states: Sequence[State], start: Place | None) -> list[str]:
-    """The indexes of these states, in order; of waiting ones from the priority on that a place is in."""
-    indexes: list[str] = []
-    for at, state in enumerate(states):
-        if state is State.WAITING:
-            first = 9 if at or start is None else -start[0][0]
-            if not 0 <= first <= 9 or (start is not None and not 0 <= start[0][2] < 2**63):
-                raise OptionError(f"a cursor of waiting jobs has no place {start!r:.80}")
-            indexes += [f":w{priority}" for priority in range(first, -1, -1)]
-        else:
-            indexes.append(f":{state}")
-    return indexes
-
-
-def _start(place: Place | None) -> tuple[int, bytes] | None:
-    """The score and the member that a place has in its index."""
-    if place is None:
-        return None
-    key, id = place
-    return (key[1], waiting_member(key[2], id)) if len(key) == 3 else (key[0], id)
-
-
-def _workers(flat: list[bytes], now: int) -> list[WorkerStats]:
-    workers: list[WorkerStats] = []
-    for name, packed in zip(flat[::2], flat[1::2], strict=True):
-        beat_at, expires_at = int.from_bytes(packed[:8], "little"), int.from_bytes(packed[8:16], "little")
-        try:
-            facts = _decode_facts(packed[17:])
-        except msgspec.DecodeError:
-            continue
-        if expires_at > now:
-            workers.append(WorkerStats(name.decode(), facts, beat_at, expires_at, packed[16] == 1))
-    return workers
-
-
-def _stats(queue: str, reply: Reply, workers: Sequence[WorkerStats]) -> QueueStats:
-    now, ready, scheduled, oldest, sizes, past, retrying, deferred, paused, reason, totals = reply[:11]
-    finished = {state: sizes[at] - past[at] for at, state in enumerate(list(State)[1:]) if state in FINISHED}
-    return QueueStats(
-        queue,
-        ready=ready,
-        scheduled=scheduled,
-        running=sizes[0],
-        retrying=retrying,
-        deferred=deferred,
-        completed=finished[State.COMPLETED],
-        failed=finished[State.FAILED],
-        cancelled=finished[State.CANCELLED],
-        oldest_ready_ms=max(0, now - oldest) // 1000,
-        paused=bool(paused),
-        reason=reason.decode(),
-        workers=[worker.worker for worker in workers if queue in served_by(worker)],
-        totals={kind: n for kind, n in zip(KINDS, totals, strict=True) if n},
-    )
 
 
 def open_url(url: str, shown: str, **options: Any) -> RedisStorage:

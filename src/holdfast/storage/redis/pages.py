@@ -1,14 +1,17 @@
-"""Pages of indexes: entries with the records that they are about."""
+"""Reading: records as jobs, and pages of indexes, entries with the records that they are about."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast.jobs import State
+from holdfast import machine
+from holdfast.errors import OptionError
+from holdfast.jobs import Job, State
+from holdfast.storage.checks import clean_id
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.records import arrival_of
-from holdfast.storage.table import Key
+from holdfast.storage.redis.records import UNREADABLE, arrival_of, decode_job, waiting_member
+from holdfast.storage.table import Key, Place
 
 
 class Entry(NamedTuple):
@@ -57,3 +60,35 @@ async def read_page(
         for index, member, score, raw, run in zip(*(flat[at::5] for at in range(5)), strict=True)
     ]
     return EntryPage(now, skew, last_stamp, entries)
+
+
+def job_or_damaged(id: bytes, raw: bytes | None, run: bytes | None, now: int) -> Job | None:
+    """A record as a job; a record that cannot be read, as a damaged one."""
+    if raw is None:
+        return None
+    try:
+        return decode_job(id, raw, run)
+    except UNREADABLE:
+        return machine.damaged(clean_id(id), None, now)
+
+
+def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:
+    """The indexes of these states, in order; of waiting ones from the priority on that a place is in."""
+    indexes: list[str] = []
+    for at, state in enumerate(states):
+        if state is State.WAITING:
+            first = 9 if at or start is None else -start[0][0]
+            if not 0 <= first <= 9 or (start is not None and not 0 <= start[0][2] < 2**63):
+                raise OptionError(f"a cursor of waiting jobs has no place {start!r:.80}")
+            indexes += [f":w{priority}" for priority in range(first, -1, -1)]
+        else:
+            indexes.append(f":{state}")
+    return indexes
+
+
+def score_and_member(place: Place | None) -> tuple[int, bytes] | None:
+    """The score and the member that a place has in its index."""
+    if place is None:
+        return None
+    key, id = place
+    return (key[1], waiting_member(key[2], id)) if len(key) == 3 else (key[0], id)
