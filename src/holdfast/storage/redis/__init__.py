@@ -125,13 +125,10 @@ class RedisStorage(CheckedStorage):
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         await super().__aenter__()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._check_server()
-                await self._check_layout()
-        except BaseException as error:
+            await self._check_server()
+            await self._check_layout()
+        except BaseException:
             await self.__aexit__()
-            if isinstance(error, TimeoutError):
-                raise StorageUnavailable(f"{self._servers.name} did not answer: is it up and reachable?") from error
             raise
         return self
 
