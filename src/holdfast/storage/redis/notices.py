@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.servers import Servers
-from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Argument, Link, Reply, ServerError
+from holdfast.storage.redis.wire import BACKOFF_S, REPLY_S, Argument, Feed, Link, Reply, ServerError, packed
 
 log = logging.getLogger("holdfast.redis")
 
@@ -39,7 +39,10 @@ class Ear:
         self._channels: Counter[str] = Counter()
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
+        self._transport: asyncio.WriteTransport | None = None
         self._link: Link | None = None
+        """Kept, because it closes its transport when nobody keeps it."""
+        self._heard_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def listen(self, channel: str, timeout_s: float) -> None:
@@ -47,8 +50,7 @@ class Ear:
         self._channels[channel] += 1
         if channel not in self._confirmed:
             self._confirmed[channel] = asyncio.Event()
-            if self._link is not None:
-                self._link.write("SSUBSCRIBE", channel)
+            self._write("SSUBSCRIBE", channel)
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="holdfast ear")
         try:
@@ -66,8 +68,7 @@ class Ear:
         if self._channels[channel] <= 0:
             del self._channels[channel]
             self._confirmed.pop(channel, None)
-            if self._link is not None:
-                self._link.write("SUNSUBSCRIBE", channel)
+            if self._write("SUNSUBSCRIBE", channel):
                 self._leaving[channel] += 1
 
     async def close(self) -> None:
@@ -75,21 +76,24 @@ class Ear:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    def _write(self, *args: Argument) -> bool:
+        """Say something, if there is a connection; else it is said when there is one."""
+        if self._transport is not None:
+            self._transport.write(packed(args))
+        return self._transport is not None
+
     async def _run(self) -> None:
         pause = BACKOFF_S[0]
         first = True
         while True:
-            link: Link | None = None
             try:
                 link = await self._servers.link(next(iter(self._channels), "x"))
-                for channel in self._channels:
-                    link.write("SSUBSCRIBE", channel)
-                self._link = link
+                ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._begin(link, ended)
                 if not first:
                     self._lost()
                 first, pause = False, BACKOFF_S[0]
-                while True:
-                    self._take(await self._read(link))
+                await self._watch(ended)
             except _TROUBLE as error:
                 if isinstance(error, ServerError) and error.code == "MOVED":
                     await self._find_again(error)
@@ -97,12 +101,47 @@ class Ear:
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause = min(2 * pause, BACKOFF_S[1])
             finally:
-                self._link = None
-                self._leaving.clear()
-                for event in self._confirmed.values():
-                    event.clear()
-                if link is not None:
-                    await link.disconnect(nowait=True)
+                self._end()
+
+    def _begin(self, link: Link, ended: asyncio.Future[None]) -> None:
+        """Take a connection over, and subscribe to everything on it. `ended` says when and why it is of no more use."""
+
+        def end(error: Exception) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        def take(message: Reply) -> None:
+            try:
+                self._take(message)
+            except _TROUBLE as error:
+                end(error)
+
+        self._transport = link.attach(Feed(take, lambda trouble: end(LinkError(trouble))))
+        self._link = link
+        for channel in self._channels:
+            self._write("SSUBSCRIBE", channel)
+
+    def _end(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._transport = None
+        self._leaving.clear()
+        for event in self._confirmed.values():
+            event.clear()
+
+    async def _watch(self, ended: asyncio.Future[None]) -> None:
+        """Wait for the end. After a quiet while, ask: a half-open connection says nothing for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asked_at = loop.time()
+            done, _ = await asyncio.wait([ended], timeout=QUIET_S)
+            if not done and self._heard_at < asked_at:
+                self._write("PING")
+                done, _ = await asyncio.wait([ended], timeout=REPLY_S)
+                if not done and self._heard_at < asked_at:
+                    raise LinkError(f"no answer for {REPLY_S:.0f} s")
+            if done:
+                ended.result()
 
     async def _find_again(self, error: ServerError) -> None:
         try:
@@ -110,21 +149,8 @@ class Ear:
         except _TROUBLE:
             await asyncio.sleep(BACKOFF_S[1])
 
-    async def _read(self, link: Link) -> Reply:
-        """What comes next. After a quiet while, ask: a half-open connection says nothing for ever."""
-        reading = asyncio.ensure_future(link.read())
-        try:
-            done, _ = await asyncio.wait([reading], timeout=QUIET_S)
-            if not done:
-                link.write("PING")
-                done, _ = await asyncio.wait([reading], timeout=REPLY_S)
-            if not done:
-                raise LinkError(f"no answer for {REPLY_S:.0f} s")
-            return reading.result()
-        finally:
-            reading.cancel()
-
     def _take(self, message: Reply) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
         if isinstance(message, ServerError):
             raise message
         kind, channel, *rest = cast("list[Any]", message)

@@ -1208,6 +1208,7 @@ end
 
 local KEPT_AS = {
   enqueue = function(reply)
+    if #reply[3] == 0 then return reply end
     local outcomes = {}
     for at, cached in ipairs(reply[3]) do
       outcomes[at] = {cached[1], #cached[2] > MAX_INLINE_BYTES and '' or cached[2], cached[3], cached[4]}
