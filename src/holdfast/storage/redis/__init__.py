@@ -114,6 +114,7 @@ class RedisStorage(CheckedStorage):
         self._calls = Calls(servers, self._client, clock, timeout_s, body)
         self._bell = Bell(servers, self._ring)
         self._ears: dict[object, Ear] = {}
+        self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
 
@@ -177,9 +178,11 @@ class RedisStorage(CheckedStorage):
 
     def _key(self, queue: str) -> str:
         """What the names of a queue's keys begin with. A companion shares the hash tag of its queue."""
-        if queue.endswith(FAILED_SUFFIX):
-            return f"{{{self.namespace}/{queue.removesuffix(FAILED_SUFFIX)}}}{FAILED_SUFFIX}"
-        return f"{{{self.namespace}/{queue}}}"
+        key = self._keys.get(queue)
+        if key is None:
+            suffix = FAILED_SUFFIX if queue.endswith(FAILED_SUFFIX) else ""
+            key = self._keys[queue] = f"{{{self.namespace}/{queue.removesuffix(FAILED_SUFFIX)}}}{suffix}"
+        return key
 
     def _queue(self, key: str) -> str:
         return key.removeprefix(f"{{{self.namespace}/").replace("}", "", 1)

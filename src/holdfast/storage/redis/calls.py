@@ -50,12 +50,13 @@ class Library:
             assert CLOCK in body
             body = body.replace(CLOCK, INJECTED_CLOCK)
         self.name = f"holdfast_{hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()[:16]}"
+        self.enqueue = f"{self.name}_enqueue"
         self._functions = f"local NAME = '{self.name}'\n{body}"
         self.text = f"#!lua name={self.name}\n{self._functions}"
 
     def script(self, name: str) -> str:
         """One of the two functions as a script, for a server that takes no library."""
-        head = "#!lua" if name.endswith("_enqueue") else "#!lua flags=allow-oom"
+        head = "#!lua" if name == self.enqueue else "#!lua flags=allow-oom"
         functions = self._functions.partition(REGISTERS)[0]
         return f"{head}\n{functions}return run(KEYS, ARGV)"
 
@@ -188,8 +189,8 @@ class Calls:
         task.add_done_callback(lambda task: deliver(_outcome_of(task)))
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
-        name = self._library.name + "_enqueue" if verb == "enqueue" else self._library.name
-        keys = self._keys(key, verb) if self._servers.clustered else (f"{key}:ledger",)
+        name = self._library.enqueue if verb == "enqueue" else self._library.name
+        keys = self._keys(key, verb) if self._servers.clustered else (key + ":ledger",)
         clock = () if self._clock is None else (self._clock.now_us(),)
         return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
 

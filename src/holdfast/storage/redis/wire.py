@@ -32,6 +32,8 @@ Deliver = Callable[[Reply], None]
 
 REPLY_S = 5.0
 """A server that has not answered for so long is taken for gone: the connection may be half open."""
+LEAST_REPLY_S = 0.5
+"""However little time a call has: no connection is given up sooner."""
 WATCH_S = 0.25
 """How often deadlines are looked at, while somebody waits."""
 BACKOFF_S = (0.01, 1.0)
@@ -106,7 +108,7 @@ class Library(Protocol):
 class Request:
     """A command on its way."""
 
-    __slots__ = ("args", "deadline", "deliver", "library", "patience_s", "sent_at", "tries", "unloadable")
+    __slots__ = ("args", "deadline", "deliver", "library", "sent_at", "tries", "unloadable")
 
     def __init__(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None) -> None:
         self.args = args
@@ -119,8 +121,6 @@ class Request:
         self.unloadable = ""
         """Why the server did not take that."""
         self.sent_at = 0.0
-        self.patience_s = REPLY_S
-        """How long it waits for an answer before it looks for another connection."""
 
     def note_load(self, reply: Reply) -> None:
         """What the server said to the library. Another client may have been quicker: that is as good."""
@@ -159,7 +159,6 @@ class Wire:
             self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
         request = Request(args, deadline, deliver, library)
-        request.patience_s = min(REPLY_S, (deadline - self._loop.time()) / 2)
         self._pending.append(request)
         if self._transport is not None:
             self._write(self._transport, request)
@@ -293,10 +292,15 @@ class Wire:
                 )
         if self._link is None:
             self._pending = deque(request for request in self._pending if request.deliver is not None)
-        elif self._pending and now - self._pending[0].sent_at > min(REPLY_S, self._pending[0].patience_s):
+        elif self._pending and self._is_late(self._pending[0], now):
             self._lost(self._link, f"no answer for {now - self._pending[0].sent_at:.1f} s")
         if self._pending:
             self._watch = self._loop.call_later(WATCH_S, self._look)
+
+    def _is_late(self, request: Request, now: float) -> bool:
+        """Has it waited too long for an answer? Half of the time that it has is left for another connection."""
+        patience_s = max((request.deadline - request.sent_at) / 2, LEAST_REPLY_S)
+        return now - request.sent_at > min(REPLY_S, patience_s)
 
     def _fail_all(self, error: HoldfastError) -> None:
         pending, self._pending = self._pending, deque()
