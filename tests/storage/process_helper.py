@@ -1,4 +1,4 @@
-"""What test_processes.py runs in other processes: `python process_helper.py ROLE FILE …`.
+"""What tests run in other processes: `python process_helper.py ROLE FILE-OR-URL …`.
 
 A role says on its output what it does, a line at a time, and ends when its input does, or when it is killed.
 """
@@ -14,6 +14,7 @@ import time
 from holdfast.events import Topic
 from holdfast.jobs import Complete, Release, Request, Retry, Settled, Work
 from holdfast.storage import Storage, connect
+from holdfast.storage.sqlite import SqliteStorage
 
 LEASE_MS = 300
 HOUR_MS = 3_600_000
@@ -39,7 +40,8 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
         os.write(log, (" ".join(map(str, words)) + "\n").encode())
 
     async with storage.subscribe(Topic("q")):
-        note("listening", storage._ear.address)  # type: ignore[attr-defined]
+        if isinstance(storage, SqliteStorage):
+            note("listening", storage._ear.address)  # type: ignore[union-attr]
         for round in range(1_000_000):
             ids = [f"{name}-{round}-{n}" for n in range(rng.randrange(5))]
             for reply in await storage.enqueue("q", [Request(id, Work(b"payload"), named=True) for id in ids]):
@@ -96,7 +98,7 @@ async def main(role: str, path: str, *arguments: str) -> None:
         if role == "open":
             await open_often()
             return
-        async with connect(f"sqlite:///{path}") as storage:
+        async with connect(path if "://" in path else f"sqlite:///{path}") as storage:
             roles = {"storm": storm, "listen": listen, "enqueue": enqueue}
             await roles[role](storage, *arguments)
 

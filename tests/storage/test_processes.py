@@ -142,7 +142,7 @@ def exists(address: str) -> bool:
 # Kills
 
 
-async def kill_at_random(processes: Processes, path: Path, history: Path) -> int:
+async def kill_at_random(processes: Processes, path: Path | str, history: Path) -> int:
     """Four processes at work, one of which is killed and replaced every moment. Returns how many were killed."""
     rng = random.Random(SEED)
     kills = 0
@@ -190,25 +190,29 @@ async def test_processes_killed_at_random_lose_nothing_and_complete_nothing_twic
         await complete(storage, await claim(storage))
 
         said = [line.split() for line in history.read_text().splitlines()]
-        enqueued = [words[1] for words in said if words[0] == "enqueued"]
-        completed = [(words[1], int(words[2])) for words in said if words[0] == "completed"]
         assert kills > 5
-        assert len(enqueued) > 100, "the storm was a lull"
-        assert len(completed) > 100
-        assert repeated(completed) == []
-        assert repeated(fence for _, fence in completed) == []
-        assert repeated(id for id, _ in [*completed, *drained]) == []
-
-        for start in range(0, len(enqueued), 250):
-            ids = enqueued[start : start + 250]
-            jobs = await storage.get("q", ids)
-            ended = [None if job is None else job.state for job in jobs]
-            assert [pair for pair in zip(ids, ended, strict=True) if pair[1] is not State.COMPLETED] == []
-        assert (await audit(storage, "q")).problems == []
+        await check_history(storage, said, drained)
         with closing(sqlite3.connect(path)) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert listeners(path) == []
         assert {words[1] for words in said if words[0] == "listening"} & set(sockets(path)) == set()
+
+
+async def check_history(storage: Storage, said: list[list[str]], drained: set[tuple[str, int]]) -> None:
+    """Nothing that was acknowledged is lost, no lease and no job was completed twice, and the audit is clean."""
+    enqueued = [words[1] for words in said if words[0] == "enqueued"]
+    completed = [(words[1], int(words[2])) for words in said if words[0] == "completed"]
+    assert len(enqueued) > 100, "the storm was a lull"
+    assert len(completed) > 100
+    assert repeated(completed) == []
+    assert repeated(fence for _, fence in completed) == []
+    assert repeated(id for id, _ in [*completed, *drained]) == []
+    for start in range(0, len(enqueued), 250):
+        ids = enqueued[start : start + 250]
+        jobs = await storage.get("q", ids)
+        ended = [None if job is None else job.state for job in jobs]
+        assert [pair for pair in zip(ids, ended, strict=True) if pair[1] is not State.COMPLETED] == []
+    assert (await audit(storage, "q")).problems == []
 
 
 def repeated(things: Iterator[object] | list[tuple[str, int]]) -> list[object]:

@@ -88,7 +88,7 @@ class Ear:
         while True:
             try:
                 link = await self._servers.link(next(iter(self._channels), "x"))
-                ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
                 self._begin(link, ended)
                 if not first:
                     self._lost()
@@ -103,12 +103,12 @@ class Ear:
             finally:
                 self._end()
 
-    def _begin(self, link: Link, ended: asyncio.Future[None]) -> None:
+    def _begin(self, link: Link, ended: asyncio.Future[Exception]) -> None:
         """Take a connection over, and subscribe to everything on it. `ended` says when and why it is of no more use."""
 
         def end(error: Exception) -> None:
             if not ended.done():
-                ended.set_exception(error)
+                ended.set_result(error)
 
         def take(message: Reply) -> None:
             try:
@@ -129,7 +129,7 @@ class Ear:
         for event in self._confirmed.values():
             event.clear()
 
-    async def _watch(self, ended: asyncio.Future[None]) -> None:
+    async def _watch(self, ended: asyncio.Future[Exception]) -> None:
         """Wait for the end. After a quiet while, ask: a half-open connection says nothing for ever."""
         loop = asyncio.get_running_loop()
         while True:
@@ -141,7 +141,7 @@ class Ear:
                 if not done and self._heard_at < asked_at:
                     raise LinkError(f"no answer for {REPLY_S:.0f} s")
             if done:
-                ended.result()
+                raise ended.result()
 
     async def _find_again(self, error: ServerError) -> None:
         try:
