@@ -193,6 +193,27 @@ async def test_a_node_that_is_away_for_a_while_costs_its_queues_only_time(namesp
                 assert (await waits)[0].placed is Placed.NEW
 
 
+async def test_a_cluster_that_is_not_there_is_named(namespace: str) -> None:
+    with pytest.raises(StorageUnavailable, match=r"127\.0\.0\.1"):
+        async with connect("redis+cluster://127.0.0.1:1,127.0.0.1:2?timeout=1", namespace=namespace):
+            pass
+
+
+async def test_a_cluster_that_goes_away_is_unavailable_and_comes_back(namespace: str) -> None:
+    with Cluster() as cluster:
+        async with connect(f"{cluster.url}?timeout=1", namespace=namespace) as storage:
+            name = queues_on_every_node(cluster, namespace)[0]
+            await storage.enqueue(name, [Request("a", Work(b""))])
+            for node in cluster.nodes:
+                node.pause()
+            with pytest.raises(StorageUnavailable):
+                await storage.enqueue(name, [Request("b", Work(b""))])
+            for node in cluster.nodes:
+                node.resume()
+            await asyncio.to_thread(cluster.wait_until_healthy)
+            assert (await storage.enqueue(name, [Request("c", Work(b""))]))[0].placed is Placed.NEW
+
+
 async def test_a_cluster_under_a_plain_url_says_what_to_write(cluster: Cluster) -> None:
     async def enqueue_in_some() -> None:
         for n in range(20):

@@ -15,6 +15,8 @@ from collections.abc import Coroutine, Sequence
 from importlib import resources
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from holdfast.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
 from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
@@ -127,7 +129,7 @@ class Line:
         for ask in batch:
             if not ask.future.done():
                 if isinstance(reply, Exception):
-                    ask.future.set_exception(reply)
+                    ask.future.set_exception(type(reply)(*reply.args))  # To each its own.
                 else:
                     ask.future.set_result((reply, start))
             start += ask.count
@@ -225,7 +227,10 @@ class Calls:
         """Wait before another attempt, or give up if it is too late for one."""
         try:
             async with asyncio.timeout_at(deadline):
-                await pause
+                try:
+                    await pause
+                except (RedisError, OSError):  # No node could tell where the key is: one may yet.
+                    await asyncio.sleep(TRY_AGAIN_S)
         except TimeoutError:
             raise StorageUnavailable(f"{self._servers.name} was not ready in time: {error}") from error
 

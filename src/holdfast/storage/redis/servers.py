@@ -280,9 +280,9 @@ def address_in(error: ServerError) -> Address:
 
 def find(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
     """The servers that a URL names, and what it says to Holdfast itself. `shown` is the URL as errors may show it."""
-    parts = urlsplit(url)
     try:
-        return _find(url, parts, shown)
+        parts = urlsplit(url)
+        return _find(parts, shown)
     except OptionError:
         raise
     except TypeError as error:
@@ -291,7 +291,7 @@ def find(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
         raise OptionError(f"{shown!r:.120} is not a URL of a server: {error}") from None
 
 
-def _find(url: str, parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
+def _find(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
     scheme, netloc, path = parts.scheme, parts.netloc, parts.path
     credentials, at, hosts = netloc.rpartition("@")
     several = scheme in ("redis+sentinel", "redis+cluster")
@@ -303,16 +303,13 @@ def _find(url: str, parts: SplitResult, shown: str) -> tuple[Servers, dict[str, 
         service, _, path = path.strip("/").partition("/")
         if not service:
             raise OptionError(f"{shown!r:.120} names no master: write redis+sentinel://host:26379/SERVICE/0")
-    secure = scheme in ("rediss", "valkeys")
-    plain = (
-        f"{'rediss' if secure else 'redis'}://{credentials}{at}{addresses[0][0]}:{addresses[0][1]}/{path.strip('/')}"
-    )
-    if path.strip("/") and not path.strip("/").isdigit():
-        raise OptionError(f"{shown!r:.120} has a database that is no number: {path.strip('/')!r:.40}")
-    options: dict[str, Any] = dict(parse_url(f"{plain}?{parts.query}" if parts.query else plain))
+    database = path.strip("/")
+    if database and not database.isdigit():
+        raise OptionError(f"{shown!r:.120} has a database that is no number: {database!r:.40}")
+    plain = "rediss" if scheme in ("rediss", "valkeys") else "redis"
+    options: dict[str, Any] = dict(parse_url(f"{plain}://{credentials}{at}host/{database}?{parts.query}"))
+    options["host"], options["port"] = addresses[0]
     ours = {name: str(options.pop(name)) for name in OURS if name in options}
-    if scheme != "redis+sentinel" and hosts.split(",")[0].startswith("["):
-        options["host"] = addresses[0][0].strip("[]")
     kind = cast("type[AbstractConnection]", options.pop("connection_class", Connection))
     if options.pop("ssl", "") in ("1", "true", "True"):
         kind = SSLConnection
@@ -365,6 +362,3 @@ def of_cluster(client: object) -> ClusterServers:
     options = {name: value for name, value in nodes[0].connection_kwargs.items() if name not in ("host", "port")}
     seeds = [(str(node.host), int(node.port)) for node in nodes]
     return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", nodes[0].connection_class, options, seeds)
-
-
-__all__ = ["Argument", "ClusterServers", "OneServer", "Servers", "find", "of_client", "of_cluster"]
