@@ -105,8 +105,8 @@ BUGS = [
         "F-Q16",
         "the clock of a client's machine decides over leases",
         "__init__.py",
-        "Calls(servers, self._client, clock, timeout_s, body)",
-        "Calls(servers, self._client, clock or __import__('holdfast.clock').clock.SystemClock(), timeout_s, body)",
+        "Calls(servers, self._client, clock, timeout_s)",
+        "Calls(servers, self._client, clock or __import__('holdfast.clock').clock.SystemClock(), timeout_s)",
         (CALLS,),
     ),
     Bug(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -636,7 +637,7 @@ async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: 
 async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
     assert isinstance(stage.storage, RedisStorage)
     calls, key = stage.storage._calls, stage.storage._key("never")
-    assert await calls.ask(key, "mend", ("record", "a", "")) == (0, 0)
+    assert await calls.ask(key, "mend", ("record", "a", "", "")) == (0, 0)
     assert await calls.ask(key, "recount", (0, 0, 0, 0)) == (0, 0)
 
 
@@ -720,3 +721,32 @@ async def test_jobs_of_a_queue_without_a_ledger_are_noticed(stage: Stage, sabote
     saboteur.command("DEL", f"{saboteur.key}:ledger")
     wrong = keyspace.clear(saboteur._server, stage.storage.namespace)
     assert len(wrong) == 3, wrong
+
+
+# Between the look and the repair
+
+
+@pytest.mark.parametrize("by", ["repair", "claim"])
+async def test_a_garbled_record_that_was_replaced_meanwhile_is_left_alone(
+    stage: Stage, saboteur: RedisSaboteur, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """What was judged garbled is gone by the time it is to be mended: a sound job has its id."""
+    assert isinstance(stage.storage, RedisStorage)
+    await stage.enqueue("a", codec="json5")
+    sound = saboteur.raw("a")
+    saboteur.overwrite("a", sound.replace(b"json5", b"js\xffn5"))  # Only a client reads this.
+    ask = stage.storage._calls.ask
+
+    async def late(key: str, verb: str, *args: Any) -> Any:
+        if verb == "mend":
+            saboteur.overwrite("a", sound)
+        return await ask(key, verb, *args)
+
+    monkeypatch.setattr(stage.storage._calls, "ask", late)
+    if by == "repair":
+        assert [problem.kind for problem in (await audit(stage.storage, "q", repair=True)).problems] == ["garbled"]
+        assert await claim_all(stage) == ["a"]
+    else:
+        assert await stage.claim(1) == []
+        assert (await stage.the("a")).state is State.RUNNING
+        assert (await stage.expire()).stalled == ["a"]

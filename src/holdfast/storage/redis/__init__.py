@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
@@ -101,9 +101,7 @@ class RedisStorage(CheckedStorage):
         max_payload: int = checks.MAX_PAYLOAD_BYTES,
         timeout_s: float = TIMEOUT_S,
         allow_eviction: bool = False,
-        body: str | None = None,
     ) -> None:
-        """`body` replaces queue.lua: for tests that count its lines, or break them."""
         super().__init__(max_payload)
         self.namespace = checks.check_namespace(namespace)
         self._servers = servers
@@ -111,7 +109,7 @@ class RedisStorage(CheckedStorage):
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
-        self._calls = Calls(servers, self._client, clock, timeout_s, body)
+        self._calls = Calls(servers, self._client, clock, timeout_s)
         self._bell = Bell(servers, self._ring)
         self._ears: dict[object, Ear] = {}
         self._keys: dict[str, str] = {}
@@ -228,8 +226,8 @@ class RedisStorage(CheckedStorage):
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
         self._check_open()
         reply, _ = await self._calls.ask(self._key(queue), "claim", (limit, worker, lease_ms))
-        now, next_run_at, next_sweep_at, paused, flat, fences, *rest = reply
-        time = QueueTime(now, skew=rest[0] if rest else 0)
+        now, next_run_at, next_sweep_at, paused, flat, fences, skew = reply
+        time = QueueTime(now, skew=skew)
         jobs: list[Job] = []
         garbled: list[Argument] = []
         for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
@@ -237,7 +235,7 @@ class RedisStorage(CheckedStorage):
             try:
                 jobs.append(as_read(claimed(id, raw, run), time))
             except UNREADABLE:
-                garbled += ("garbled", id, ":running")
+                garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
             await self._calls.ask(self._key(queue), "mend", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
@@ -377,23 +375,20 @@ class RedisStorage(CheckedStorage):
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return _Listening(self, topics)
 
-    def _channels(self, topic: Topic) -> list[str]:
+    async def _listen(self, topic: Topic) -> Callable[[], None]:
+        """Hear a topic from now on: returns how to leave it."""
         key = self._key(topic.queue)
-        return [f"{key}:to:{self._client}", f"{key}:to:*"] if _is_answer(topic) else [f"{key}:events"]
-
-    async def _listen(self, topic: Topic) -> None:
         if self._is_wake(topic):
-            self._bell.add(f"{self._key(topic.queue)}:wake")
-            return
-        for channel in self._channels(topic):
-            await self._ear(channel).listen(channel, self._timeout_s)
-
-    def _leave(self, topic: Topic) -> None:
-        if self._is_wake(topic):
-            self._bell.remove(f"{self._key(topic.queue)}:wake")
-        elif not _is_answer(topic):  # Who waited once will wait again.
-            for channel in self._channels(topic):
-                self._ear(channel).leave(channel)
+            self._bell.add(f"{key}:wake")
+            return lambda: self._bell.remove(f"{key}:wake")
+        if _is_answer(topic):
+            for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
+                await self._ear(channel).listen(channel, self._timeout_s)
+            return lambda: None  # Who waited once will wait again.
+        channel = f"{key}:events"
+        ear = self._ear(channel)
+        await ear.listen(channel, self._timeout_s)
+        return lambda: ear.leave(channel)
 
     def _ear(self, channel: str) -> Ear:
         place = self._servers.place(channel)
@@ -431,14 +426,13 @@ class _Listening:
         self._storage = storage
         self._topics = topics
         self._inner = Subscription(storage._hub, topics)  # pyright: ignore[reportPrivateUsage]
-        self._heard: list[Topic] = []
+        self._leave: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> AsyncIterator[Event]:
         events = await self._inner.__aenter__()
         try:
             for topic in self._topics:
-                await self._storage._listen(topic)  # pyright: ignore[reportPrivateUsage]
-                self._heard.append(topic)
+                self._leave.append(await self._storage._listen(topic))  # pyright: ignore[reportPrivateUsage]
         except BaseException:
             await self.__aexit__()
             raise
@@ -446,8 +440,8 @@ class _Listening:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._inner.__aexit__()
-        for topic in self._heard:
-            self._storage._leave(topic)  # pyright: ignore[reportPrivateUsage]
+        for leave in self._leave:
+            leave()
 
 
 def _is_answer(topic: Topic) -> bool:

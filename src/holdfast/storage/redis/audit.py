@@ -92,11 +92,11 @@ class Audit:
             if problem is not None:
                 problems.append(problem)
                 if problem.kind in ("index", "misplaced"):
-                    mends += ("entry", entry.member, entry.where)
+                    mends += ("entry", entry.member, entry.where, "")
                 elif problem.kind == "garbled":
-                    mends += ("garbled", entry.member, entry.where)
+                    mends += ("garbled", entry.member, entry.where, (entry.raw or b"") + (entry.run or b""))
                 else:
-                    mends += ("record", entry.id, "")
+                    mends += ("record", entry.id, "", "")
         return len(page.entries), len(page.entries) < PAGE
 
     def _entry(self, entry: Entry, counts: dict[str, int], time: QueueTime) -> Problem | None:
@@ -116,7 +116,7 @@ class Audit:
         scanned, found, looked = await self._calls.read(self._key, "unindexed", at.scanned)
         for id in found:
             problems.append(Problem("unindexed", self._queue, clean_id(id), "it is not in the index where it belongs"))
-            mends += ("record", id, "")
+            mends += ("record", id, "", "")
         at.scanned = scanned.decode()
         return int(looked)
 

@@ -29,7 +29,7 @@ LAYOUT = 1
 """The layout of keys and records that this version writes, and the newest that it reads."""
 BODY = resources.files("holdfast.storage.redis").joinpath("queue.lua").read_text()
 CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
-"""Where the script reads the server's clock: the only place where it learns the time."""
+"""Where the library reads the server's clock: the only place where it learns the time."""
 REGISTERS = "redis.register_function"
 """Where the library registers its functions: the end of it."""
 INJECTED_CLOCK = "return tonumber(table.remove(ARGS))"
@@ -137,16 +137,14 @@ class Line:
 
 
 class Calls:
-    """All calls of one storage object: its name as a client, its scripts, its lines."""
+    """All calls of one storage object: its name as a client, its library, its lines."""
 
-    def __init__(
-        self, servers: Servers, client: str, clock: Clock | None, timeout_s: float, body: str | None = None
-    ) -> None:
+    def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
         self._client = client
         self._clock = clock
         self._timeout_s = timeout_s
-        self._library = Library(body or BODY, clock is not None)
+        self._library = Library(BODY, clock is not None)
         self._lines: dict[str, Line] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 

@@ -345,11 +345,7 @@ local function start(job, request, time, at)
   end
   started.generation = at
   if job then started.previous = job.outcome end
-  if request.when == NOW then
-    started.run_at, started.arrival = time[LAST_AT], at
-  else
-    set_due(started, due_of(request, time, at))
-  end
+  set_due(started, due_of(request, time, at))
   waited_for(started, request, time[LAST_AT])
   return started, NEW, at, job and job.outcome.state or 0, KIND.ENQUEUED
 end
@@ -1055,8 +1051,7 @@ local function enqueue_all(books, ids, requests, replies, outcomes)
     if not met[id] and request.when == NOW and request.keep_ms == 0 and request.payload then
       replies[at] = pack('<BBI8', NEW, 0, start_plain(books, request))
     else
-      if not books.entries[id] then load(books, {id}) end
-      local entry = books.entries[id]
+      local entry = load(books, {id})[id]
       local after, placed, generation, state, kind = machine.enqueue(entry.job, request, books.time)
       put(books, entry, after, kind)
       replies[at] = pack('<BBI8', placed, state, generation)
@@ -1131,7 +1126,7 @@ local function due(books, limit)
 end
 
 -- What is due, once what is next stands in its right place: a stepped clock, or damage, may have misplaced it. After a few
--- passes, nothing: the claim says that there is more, and is made again.
+-- passes, what is still wrong is left out.
 local function due_in_place(books, limit)
   for _ = 1, MEND_PASSES do
     local found, wrong = due(books, limit)
@@ -1157,7 +1152,7 @@ end
 function VERBS.claim()
   local limit, worker, lease_ms = tonumber(ARGS[4]), ARGS[5], tonumber(ARGS[6])
   local books = find(QUEUE)
-  if not books then return {WALL, -1, -1, 0, {}, ''} end
+  if not books then return {WALL, -1, -1, 0, {}, '', 0} end
   local sweep_at = next_sweep_at(books)
   if sweep_at and sweep_at <= books.now then sweep(books, SWEEP_ON_CLAIM) end
   sweep_forgotten(books, SWEEP_ON_CLAIM)
@@ -1198,7 +1193,7 @@ function REPEATS.claim(reply)
     local id, fence = reply[5][at], sub(reply[6], 8 * at - 7, 8 * at)
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
     if raw and run and sub(run, 2, 9) == fence then
-      jobs[#jobs + 1], jobs[#jobs + 2] = id, raw
+      append(jobs, id, raw)
       fences[#fences + 1] = fence
     end
   end
@@ -1332,11 +1327,11 @@ function VERBS.keep()
 end
 
 function VERBS.pause()
-  local opened = call('EXISTS', QUEUE .. ':ledger') == 0
-  local ledger = read_ledger(QUEUE) or new_ledger(QUEUE)
+  local found = read_ledger(QUEUE)
+  local ledger = found or new_ledger(QUEUE)
   ledger[PAUSED], ledger[REASON] = tonumber(ARGS[4]), ARGS[5]
   write_ledger(QUEUE, ledger)
-  return opened and 1 or 0
+  return found and 0 or 1
 end
 
 function VERBS.sweep()
@@ -1349,19 +1344,23 @@ function VERBS.sweep()
   return {overdue, stalled, gone, (more or gone == limit) and 1 or 0, next_sweep_at(books) or -1}
 end
 
+-- The id that an entry of an index is about.
+local function id_of(index, member)
+  return string.find(index, '^:w') and sub(member, 9) or member
+end
+
 -- Delete the first records of an index. An entry that its record does not answer for is struck.
 local function purge_index(books, index, limit)
   local key, ids = books.queue .. index, {}
   local members = call('ZRANGE', key, 0, limit - 1)
   if #members == 0 then return 0 end
-  local waiting = string.find(index, '^:w%d')
-  for at, member in ipairs(members) do ids[at] = waiting and sub(member, 9) or member end
+  for at, member in ipairs(members) do ids[at] = id_of(index, member) end
   local entries = load(books, ids)
   for at, id in ipairs(ids) do
     local entry = entries[id]
     if entry.damaged or entry.key ~= index or entry.member ~= members[at] then call('ZREM', key, members[at]) end
     if entry.job and (entry.damaged or entry.key == index) then
-      put(books, entry, nil, waiting and not entry.damaged and KIND.PURGED or KIND.FORGOTTEN)
+      put(books, entry, nil, entry.job.outcome and KIND.FORGOTTEN or KIND.PURGED)
     end
   end
   return #members
@@ -1433,11 +1432,6 @@ function VERBS.get()
   local now, skew = time_of(QUEUE)
   local raws, runs = records(QUEUE, ids)
   return {now, skew, raws, runs}
-end
-
--- The id that an entry of an index is about.
-local function id_of(index, member)
-  return string.find(index, '^:w') and sub(member, 9) or member
 end
 
 -- The rank of the first entry behind a place in an index: there may be many with its score, and it may be gone.
@@ -1514,15 +1508,19 @@ function VERBS.unindexed()
   return {after, found, #page[2] / 2}
 end
 
--- Repair, in threes: what is wrong, an entry or an id, and the index. An `entry` is struck, and its record put where it
--- belongs; so is a `record`; what is `garbled` to a client is taken for failed, though it may seem sound here.
+-- Repair, in fours: what is wrong, an entry or an id, the index, and the bytes that were seen. An `entry` is struck, and its
+-- record put where it belongs; so is a `record`. What is `garbled` to a client is taken for failed, though it may seem sound
+-- here, unless it is not what the client saw: a sound job may have the id by now.
 function VERBS.mend()
   local books, ids = find(QUEUE), {}
   if not books then return 0 end
-  for at = 4, #ARGS, 3 do
-    local what, member, index = ARGS[at], ARGS[at + 1], ARGS[at + 2]
+  for at = 4, #ARGS, 4 do
+    local what, member, index, seen = ARGS[at], ARGS[at + 1], ARGS[at + 2], ARGS[at + 3]
     local id = what == 'record' and member or id_of(index, member)
-    if what == 'garbled' then books.entries[id] = damaged_entry(books, id, call('HGET', QUEUE .. ':runs', id)) end
+    if what == 'garbled' then
+      local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
+      if raw == seen or (raw and run and raw .. run == seen) then books.entries[id] = damaged_entry(books, id, run) end
+    end
     if what ~= 'record' then call('ZREM', QUEUE .. index, member) end
     ids[#ids + 1] = id
   end
