@@ -25,7 +25,7 @@ import redis.asyncio
 
 from holdfast.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
-from holdfast.storage.redis.calls import BODY, Library
+from holdfast.storage.redis.library import BODY, Library
 from holdfast.storage.redis.records import request_args, settlement_args
 from tests.servers import Server, redis_binary
 

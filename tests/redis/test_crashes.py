@@ -13,7 +13,7 @@ import pytest
 from holdfast.errors import OptionError
 from holdfast.jobs import Cancelled, Complete, Enqueued, Fail, Job, Placed, Request, Settled, State, Update, Work
 from holdfast.storage import Settlement, audit, connect
-from holdfast.storage.redis.calls import BODY
+from holdfast.storage.redis.library import BODY
 from tests.proxy import Exchange, Proxy
 from tests.redis.conftest import applied, call_of, contents, first, is_call, key, lost, namespace_of, opened, until
 from tests.servers import Server, shared

@@ -13,8 +13,10 @@ from holdfast.clock import ManualClock
 from holdfast.events import ENDS, ENDS_A_WAIT, MAKES_READY, Kind
 from holdfast.jobs import State
 from holdfast.storage import checks, engine
-from holdfast.storage.redis import calls, records
-from holdfast.storage.redis.calls import BODY, CLOCK, INJECTED_CLOCK, Calls, Library
+from holdfast.storage.redis import library as lua
+from holdfast.storage.redis import records
+from holdfast.storage.redis.calls import Calls
+from holdfast.storage.redis.library import BODY, CLOCK, INJECTED_CLOCK, Library
 from holdfast.storage.redis.servers import find
 
 COMMANDS = set(re.findall(r"call\('([A-Z]+)'", BODY))
@@ -97,7 +99,7 @@ def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
     assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
     assert constant("MEND_PASSES") == engine.MEND_PASSES
-    assert constant("LAYOUT") == calls.LAYOUT
+    assert constant("LAYOUT") == lua.LAYOUT
     assert [constant(state.name) for state in State] == [records.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
     assert kinds == {kind.name: 1 + records.KINDS.index(kind) for kind in Kind}

@@ -1,7 +1,7 @@
 """Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
 
-calls.py numbers and batches calls, wire.py carries them, servers.py knows where to, notices.py hears what happens,
-records.py knows the bytes, audit.py checks the invariants.
+library.py hands the script to a server, calls.py numbers and batches calls, wire.py carries them, servers.py knows
+where to, notices.py hears what happens, records.py knows the bytes, pages.py and stats.py read, audit.py checks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from holdfast.storage.hub import Subscription
 from holdfast.storage.reading import as_read, listed, read_cursor, write_cursor
 from holdfast.storage.redis import servers as places
 from holdfast.storage.redis.audit import Audit
-from holdfast.storage.redis.calls import LAYOUT, Calls
+from holdfast.storage.redis.calls import Calls
+from holdfast.storage.redis.library import LAYOUT
 from holdfast.storage.redis.notices import Bell, Ear
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.records import (

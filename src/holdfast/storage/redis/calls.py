@@ -9,10 +9,8 @@ each. A cancelled caller leaves if its call was not sent; if it was, its effect 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from importlib import resources
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -20,47 +18,18 @@ from redis.exceptions import RedisError
 from holdfast.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
 from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
+from holdfast.storage.redis.library import BODY, LAYOUT, Library
 from holdfast.storage.redis.servers import ClusterServers, Gone, Servers, address_in
 from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
 
 TRY_AGAIN_S = 0.05
 """How long to wait while a slot is on its way between two nodes."""
-LAYOUT = 1
-"""The layout of keys and records that this version writes, and the newest that it reads."""
-BODY = resources.files("holdfast.storage.redis").joinpath("queue.lua").read_text()
-CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
-"""Where the library reads the server's clock: the only place where it learns the time."""
-REGISTERS = "redis.register_function"
-"""Where the library registers its functions: the end of it."""
-INJECTED_CLOCK = "return tonumber(table.remove(ARGS))"
-"""What stands there instead when a storage is opened with a clock of its own, as tests do."""
-
-
 KEYS = (
     *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
     *(":workers", ":beats", ":queues", ":layout"),
 )
 """What the keys of a queue, or of what a namespace shares, end in. queue.lua says what they are."""
-
-
-class Library:
-    """queue.lua as a server gets it: a library of two functions, under a name made from its content."""
-
-    def __init__(self, body: str, injected_clock: bool) -> None:
-        if injected_clock:
-            assert CLOCK in body
-            body = body.replace(CLOCK, INJECTED_CLOCK)
-        self.name = f"holdfast_{hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()[:16]}"
-        self.enqueue = f"{self.name}_enqueue"
-        self._functions = f"local NAME = '{self.name}'\n{body}"
-        self.text = f"#!lua name={self.name}\n{self._functions}"
-
-    def script(self, name: str) -> str:
-        """One of the two functions as a script, for a server that takes no library."""
-        head = "#!lua" if name == self.enqueue else "#!lua flags=allow-oom"
-        functions = self._functions.partition(REGISTERS)[0]
-        return f"{head}\n{functions}return run(KEYS, ARGV)"
 
 
 class Ask:

@@ -21,7 +21,8 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
-from holdfast.storage.redis.wire import NOTHING, Argument, Library, Link, Reply, ServerError, Wire, new_reader, packed
+from holdfast.storage.redis.library import Library
+from holdfast.storage.redis.wire import NOTHING, Argument, Link, Reply, ServerError, Wire, new_reader, packed
 
 CONNECT_S = 5.0
 """How long one attempt to connect may take, name look-up and handshake included."""

@@ -21,6 +21,7 @@ import hiredis
 from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
+from holdfast.storage.redis.library import Library
 
 log = logging.getLogger("holdfast.redis")
 
@@ -95,14 +96,6 @@ class Feed(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost("the connection was closed" if exc is None else f"{type(exc).__name__}: {exc}")
-
-
-class Library(Protocol):
-    """The functions of a call, for a server that has not seen them: as a library, or as a script of the same."""
-
-    text: str
-
-    def script(self, name: str) -> str: ...
 
 
 class Request:
