@@ -532,8 +532,8 @@ BUGS = [
         "many waiters are not told",
         "the fifth waiting client finds out a second late",
         "__init__.py",
-        'return [f"{key}:to:{self._client}", f"{key}:to:*"] if _is_answer(topic)',
-        'return [f"{key}:to:{self._client}"] if _is_answer(topic)',
+        '(f"{key}:to:{self._client}", f"{key}:to:*")',
+        '(f"{key}:to:{self._client}",)',
         (CALLS,),
     ),
     Bug(
