@@ -66,9 +66,10 @@ def test_every_test_that_the_table_names_exists() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "tests" / "storage").glob("test_seeds*.py")), ids=lambda path: path.stem
-)
+SUITES = sorted([*(ROOT / "tests/storage").glob("test_seeds*.py"), *(ROOT / "tests/app").glob("test_seeds*.py")])
+
+
+@pytest.mark.parametrize("path", SUITES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_test_of_the_seeds_is_named_in_the_table(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
     assert sorted(defined_in(path) - {test for where, test in named() if where == name}) == []

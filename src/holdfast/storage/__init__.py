@@ -52,12 +52,36 @@ class Storage(Protocol):
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...
 
+    def twin(self) -> Storage:
+        """Another way to the same jobs, with the same settings, not yet open: for another thread with an event loop of
+        its own. Each of the two is opened and closed for itself."""
+        ...
+
     async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
         """Ask for jobs to run. The only verb that a full storage refuses."""
         ...
 
+    def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        """Ask for jobs to run inside a transaction of the caller's own: they exist exactly if it commits. The storage
+        need not be open.
+
+        SQLite: a `sqlite3.Connection` on the same file, on the caller's thread. The replies hold if it commits. Nobody
+        is woken by that commit: waiting workers find the job at their next look, within a second.
+        Redis, Valkey: a redis-py pipeline, which gets one more command; nothing is sent. Its `execute` has a list of
+        [placed, generation] for that, one for each job; here each is None. It must be of the same server: another's
+        cannot be told apart. What the server refuses (it is full, it is a replica) is refused whole; but a queue of
+        a newer release is found out too late, and the caller's part stands without the job: MULTI rolls nothing back.
+        Memory: there are no transactions.
+        """
+        ...
+
     async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
         """Lease up to `limit` jobs that are due: by priority, then run_at, then arrival. Sweeps a little first."""
+        ...
+
+    async def ready(self, queues: Sequence[str]) -> list[str]:
+        """Which of these queues have something for a worker: a job that is due, or a lease to take back. Changes
+        nothing, and costs one call for any number of queues (in a cluster, one each)."""
         ...
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
@@ -195,14 +219,12 @@ _shared: dict[tuple[str, object], Storage] = {}
 def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
     _query(url, parts, set())
     name = parts.netloc + parts.path
-    shared = _shared.get((name, options["namespace"]))
-    if shared is not None:
-        return shared
+    key = (name, options["namespace"])
+    if name and key in _shared:
+        return _shared[key]
     module = importlib.import_module("holdfast.storage.memory")
     storage: Storage = module.MemoryStorage(name, **options)
-    if name:
-        _shared[name, options["namespace"]] = storage
-    return storage
+    return _shared.setdefault(key, storage) if name else storage  # Another thread may have been quicker.
 
 
 def _redis(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:

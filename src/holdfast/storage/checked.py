@@ -60,11 +60,19 @@ class CheckedStorage(ABC):
         checks.check_requests(queue, jobs, self._max_payload)
         return await self._enqueue(queue, jobs) if jobs else []
 
+    def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        checks.check_requests(queue, jobs, self._max_payload)
+        return self._enqueue_in(transaction, queue, jobs) if jobs else []
+
     async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
         checks.check_queue(queue)
         checks.check_limit(limit, checks.MAX_ITEMS)
         checks.check_lease(worker, lease_ms)
         return await self._claim(queue, limit, worker, lease_ms)
+
+    async def ready(self, queues: Sequence[str]) -> list[str]:
+        checks.check_queues(queues)
+        return await self._ready(queues) if queues else []
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
         checks.check_settlements(queue, batch, self._max_payload)
@@ -137,9 +145,15 @@ class CheckedStorage(ABC):
         return Subscription(self._hub, topics)
 
     @abstractmethod
+    def twin(self) -> CheckedStorage: ...
+    @abstractmethod
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]: ...
     @abstractmethod
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]: ...
+    @abstractmethod
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim: ...
+    @abstractmethod
+    async def _ready(self, queues: Sequence[str]) -> list[str]: ...
     @abstractmethod
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]: ...
     @abstractmethod

@@ -58,6 +58,12 @@ def check_queue(queue: str) -> str:
     return queue
 
 
+def check_queues(queues: Sequence[str]) -> None:
+    _check_list(queues, "queues")
+    for queue in queues:
+        check_queue(queue)
+
+
 def check_namespace(namespace: str) -> str:
     if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
         raise OptionError(f"namespace {namespace!r:.80} is not valid: use 1 to 40 letters, digits, '_', '-' or '.'")

@@ -93,6 +93,17 @@ class Engine:
         next_sweep_at = self.table.next_sweep_at(queue)
         return Claim([as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
 
+    def ready(self, queues: Sequence[str]) -> list[str]:
+        return [queue for queue in queues if self._is_ready(queue)]
+
+    def _is_ready(self, queue: str) -> bool:
+        ledger = self.table.ledger(queue)
+        if ledger is None:
+            return False
+        times = [self.table.next_sweep_at(queue), None if ledger.paused else self.table.next_run_at(queue)]
+        now = self._time(queue).last_at
+        return any(at is not None and at <= now for at in times)
+
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
         misplaced it."""

@@ -54,6 +54,9 @@ class LocalStorage(CheckedStorage):
             lambda engine: engine.claim(queue, limit, worker=worker, lease_ms=lease_ms), items=limit
         )
 
+    async def _ready(self, queues: Sequence[str]) -> list[str]:
+        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
+
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:
         return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
 

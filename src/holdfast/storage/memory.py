@@ -6,13 +6,16 @@ Indexes are sorted lists. `memory://name` is shared by everyone in the process w
 from __future__ import annotations
 
 import bisect
+import copy
+import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from holdfast.clock import Clock, SystemClock
+from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.events import Event
-from holdfast.jobs import PRIORITIES, Job, State, WorkerStats
+from holdfast.jobs import PRIORITIES, Enqueued, Job, Request, State, WorkerStats
 from holdfast.storage import checks
 from holdfast.storage.checks import id_bytes
 from holdfast.storage.engine import Engine
@@ -68,6 +71,8 @@ class MemoryTable:
         self._floor = 0
         """The highest stamp of the queues that were dropped: none is given out twice."""
         self.events: list[Event] = []
+        self.home: int | None = None
+        """The process that opened it first. What was forked from that has a copy, which nobody shares."""
 
     def ledger(self, queue: str) -> Ledger | None:
         found = self._queues.get(queue)
@@ -218,7 +223,8 @@ class MemoryTable:
 
 
 class MemoryStorage(LocalStorage):
-    """Jobs in this process's memory. Gone with the process."""
+    """Jobs in this process's memory. Gone with the process. For any number of threads: a step holds the lock, and what
+    it has to tell is handed to the loops of those who listen."""
 
     def __init__(
         self,
@@ -239,14 +245,34 @@ class MemoryStorage(LocalStorage):
     def __repr__(self) -> str:
         return f"<MemoryStorage memory://{self.name}>"
 
-    async def __aenter__(self) -> MemoryStorage:
-        self._opened += 1
-        return await super().__aenter__()
+    async def __aenter__(self) -> Self:
+        with self._lock:
+            home = self.table.home = self.table.home or os.getpid()
+            if home != os.getpid():
+                raise StorageUnavailable(
+                    f"{self!r} is in the memory of process {home}, which would not see what is done to its copy here:"
+                    " share a SQLite file between processes"
+                )
+            self._opened += 1
+            self._pid = home
+        return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._opened -= 1
-        if not self._opened:
-            await super().__aexit__(*exc)
+        with self._lock:
+            self._opened -= 1
+            if not self._opened:
+                self._pid = None
+
+    def twin(self) -> Self:
+        """Everything is shared but whether it is open."""
+        twin = copy.copy(self)
+        twin._opened, twin._pid = 0, None
+        return twin
+
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        raise OptionError(
+            f"{self!r} has no transactions that a job could be part of: use a SQLite file, Redis or Valkey, or enqueue"
+        )
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
         self._check_open()

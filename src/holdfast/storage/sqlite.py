@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,8 +21,10 @@ from typing import Self, TypeVar
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.events import Event, Topic
+from holdfast.jobs import Enqueued, Request
 from holdfast.storage import checks, wake
 from holdfast.storage.engine import Engine
+from holdfast.storage.guest import guest
 from holdfast.storage.lane import BUSY_S, Lane, as_holdfast_error, is_busy
 from holdfast.storage.local import LocalStorage
 from holdfast.storage.sqlite_table import SqliteTable
@@ -60,6 +63,15 @@ class SqliteStorage(LocalStorage):
 
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
+
+    def twin(self) -> SqliteStorage:
+        return SqliteStorage(
+            self.path,
+            namespace=self.namespace,
+            synchronous=self._synchronous,
+            clock=self._clock,
+            max_payload=self._max_payload,
+        )
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
@@ -103,6 +115,16 @@ class SqliteStorage(LocalStorage):
     async def _look(self, verb: Callable[[Engine], T]) -> T:
         self._check_open()
         return await self._reader.call(verb, writes=False)
+
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        with guest(transaction, self.path) as db:
+            _refuse_newer_layout(db, self.path)
+            _make_layout(db)
+            table = SqliteTable(db, self.namespace, self._clock)
+            table.begin()
+            replies = Engine(table, self._clock).enqueue(queue, jobs)
+            table.flush()
+        return [*replies]
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return _Listening(self, super()._subscribe(topics), topics)
@@ -163,7 +185,10 @@ class SqliteStorage(LocalStorage):
             db.execute("PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {self._synchronous}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
-            _make_layout(db)
+            if _layout(db) is None:
+                db.execute("BEGIN IMMEDIATE")
+                _make_layout(db)
+                db.execute("COMMIT")
             db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
             db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
             db.execute("PRAGMA busy_timeout = 0")
@@ -208,10 +233,12 @@ def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _make_layout(db: sqlite3.Connection) -> None:
+    """In a transaction that was begun, statement by statement: `executescript` would commit what there is."""
     if _layout(db) is None:
         schema = resources.files("holdfast.storage").joinpath("schema.sql").read_text()
-        version = f"INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', {LAYOUT});"
-        db.executescript(f"BEGIN IMMEDIATE; {schema} {version} COMMIT;")
+        for statement in re.sub(r"--[^\n]*", "", schema).split(";"):
+            db.execute(statement)
+        db.execute("INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', ?)", (LAYOUT,))
 
 
 def _layout(db: sqlite3.Connection) -> object:

@@ -1,7 +1,8 @@
 """Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
 
 library.py hands the script to a server, calls.py numbers and batches calls, wire.py carries them, servers.py knows
-where to, notices.py hears what happens, records.py knows the bytes, pages.py and stats.py read, audit.py checks.
+where to, pipelines.py lets some travel with others', notices.py hears what happens, records.py knows the bytes,
+pages.py and stats.py read, audit.py checks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.library import LAYOUT
 from holdfast.storage.redis.notices import Bell, Ear
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
+from holdfast.storage.redis.pipelines import pipeline_for
 from holdfast.storage.redis.records import (
     ENQUEUED,
     FENCE,
@@ -85,6 +87,7 @@ _CANCELLED = dict(
 _KEPT = dict(zip(b"klm", (Kept.KEPT, Kept.LIVE, Kept.MISSING), strict=True))
 _SETTLED = dict(zip(b"10", (Settled.OK, Settled.LOST), strict=True))
 _LOST, _CANCEL_ASKED = b"lc"
+_READY = ord("1")
 """One character per item in a reply."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -119,6 +122,16 @@ class RedisStorage(CheckedStorage):
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
+
+    def twin(self) -> RedisStorage:
+        return RedisStorage(
+            self._servers.twin(),
+            namespace=self.namespace,
+            clock=self._clock,
+            max_payload=self._max_payload,
+            timeout_s=self._timeout_s,
+            allow_eviction=self._allow_eviction,
+        )
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
@@ -224,6 +237,12 @@ class RedisStorage(CheckedStorage):
                 replies[index] = msgspec.structs.replace(replies[index], outcome=decode_outcome(outcome))
         return replies
 
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        pipeline = pipeline_for(transaction, self._servers)
+        items = [arg for request in jobs for arg in request_args(request)]
+        pipeline.execute_command(*self._calls.enqueue_alone(self._key(queue), self._name(), queue, items))
+        return [None] * len(jobs)
+
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
         self._check_open()
         reply, _ = await self._calls.ask(self._key(queue), "claim", (limit, worker, lease_ms))
@@ -240,6 +259,16 @@ class RedisStorage(CheckedStorage):
         if garbled:  # What only a client can judge: codecs and limits.
             await self._calls.ask(self._key(queue), "mend", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
+
+    async def _ready(self, queues: Sequence[str]) -> list[str]:
+        self._check_open()
+        keys = [self._key(queue) for queue in queues]
+        if self._servers.clustered:
+            replies = await asyncio.gather(*(self._calls.read(key, "ready", key) for key in keys))
+            told = b"".join(replies)
+        else:
+            told = await self._calls.read(keys[0], "ready", *keys)
+        return [queue for queue, code in zip(queues, told, strict=True) if code == _READY]
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:
         self._check_open()

@@ -7,6 +7,8 @@ carries them, with the last stamp of the queue when it began.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from holdfast.clock import QueueTime
@@ -38,7 +40,8 @@ class _Cursor(msgspec.Struct, array_like=True):
     """Where the scan of all records is, once all indexes were gone through."""
     counts: dict[str, int] = {}
     entries: int = 0
-    last_stamp: int = -1
+    version: int = -1
+    """What the queue was at when this began. Only if it still is are the counts of any use."""
     found: int = 0
     """Problems so far."""
     passes: int = 0
@@ -58,8 +61,8 @@ class Audit:
         stats = await self._calls.read(self._key, "stats")
         if not stats:
             return Repaired([], 0, None)
-        if at.last_stamp < 0:
-            at.last_stamp = stats[14]
+        if at.version < 0:
+            at.version = _version(stats)
         problems: list[Problem] = []
         mends: list[Argument] = []
         if not at.scanned:
@@ -123,7 +126,7 @@ class Audit:
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
         """Do the counts match the records, and do the totals add up? Where not, the records are right."""
         stats = await self._calls.read(self._key, "stats")
-        if not stats or stats[14] != at.last_stamp:
+        if not stats or _version(stats) != at.version:
             return []
         problems: list[Problem] = []
         if stats[11]:
@@ -141,8 +144,14 @@ class Audit:
             )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]
-            await self._calls.ask(self._key, "recount", (at.last_stamp, *views, ended + live - started))
+            await self._calls.ask(self._key, "recount", (at.version, *views, ended + live - started))
         return problems
+
+
+def _version(stats: list[Any]) -> int:
+    """A number that rises with all that happens: a request or a lease takes a stamp, and every event is counted."""
+    version: int = stats[14] + sum(stats[10])
+    return version
 
 
 def _write(at: _Cursor) -> str:

@@ -168,6 +168,13 @@ class Calls:
         bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
         return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
+    def enqueue_alone(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
+        """An enqueue as a command for somebody else to send. It has no number: whoever repeats it does it again."""
+        keys = (f"{key}:ledger", f"{shared}:queues")
+        words = (queue, "enqueue", self._client, "")
+        clock = () if self._clock is None else (self._clock.now_us(),)
+        return ("EVAL", self._library.enqueue_alone, len(keys), *keys, *words, *items, *clock)
+
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, wherever it moves meanwhile."""
         deadline = self._deadline()

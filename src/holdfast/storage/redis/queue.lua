@@ -2,7 +2,8 @@
 
 A library of functions that servers keep under a name made from its content (calls.py), so that two releases can share
 a server. Every call is one atomic step. What a word means is said in machine.py; what a verb promises, in
-storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into.
+storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into. For transactions of others,
+library.py cuts out what an enqueue needs, by names: so all that stands at the left begins with `local` or `function`.
 
 KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag. A call names
 the ledger; in a cluster also all others that it may touch, so that none is touched while a slot is on its way.
@@ -1426,6 +1427,19 @@ local function time_of(queue)
   return ledger[LAST_AT], ledger[SKEW], ledger
 end
 
+-- Of each queue, has it something for a worker: a job that is due, or a lease to take back?
+function VERBS.ready()
+  local told = {}
+  for at = 4, #ARGS do
+    local now, _, ledger = time_of(ARGS[at])
+    local books = {queue = ARGS[at], ledger = ledger}
+    local run_at = ledger and ledger[PAUSED] == 0 and next_run_at(books)
+    local sweep_at = ledger and next_sweep_at(books)
+    told[#told + 1] = ((run_at and run_at <= now) or (sweep_at and sweep_at <= now)) and '1' or '0'
+  end
+  return table.concat(told)
+end
+
 function VERBS.get()
   local ids = {}
   for at = 4, #ARGS do ids[#ids + 1] = ARGS[at] end
@@ -1542,7 +1556,10 @@ end
 -- Repair, at its end: the counts as the records have them, if nothing has happened since they were counted.
 function VERBS.recount()
   local ledger = read_ledger(QUEUE)
-  if not ledger or ledger[LAST_STAMP] ~= tonumber(ARGS[4]) then return 0 end
+  if not ledger then return 0 end
+  local version = ledger[LAST_STAMP]
+  for kind = 1, KINDS do version = version + ledger[TOTALS + kind] end
+  if version ~= tonumber(ARGS[4]) then return 0 end
   ledger[RETRYING], ledger[DEFERRED_JOBS], ledger[REBUILT] = tonumber(ARGS[5]), tonumber(ARGS[6]), 0
   ledger[TOTALS + KIND.ENQUEUED] = ledger[TOTALS + KIND.ENQUEUED] + tonumber(ARGS[7])
   write_ledger(QUEUE, ledger)

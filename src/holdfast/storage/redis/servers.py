@@ -7,14 +7,15 @@ retries are off: a call may be repeated only by someone who numbers it.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol, cast
+import copy
+from typing import Any, Protocol, Self, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import hiredis
 from redis.asyncio import Connection, Redis, RedisCluster
 from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as LinkError
@@ -101,6 +102,11 @@ class Servers(Protocol):
 
     name: str
     clustered: bool
+    database: int
+
+    def twin(self) -> Self:
+        """The same servers for another event loop: nothing that belongs to a loop is shared."""
+        ...
 
     def wire(self, key: str) -> Wire:
         """The connection to whoever has this key."""
@@ -128,6 +134,7 @@ class OneServer:
 
     def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], keeper: object = None):
         self.name = name
+        self.database = int(options.get("db") or 0)
         self._kind = kind
         self._options = options
         self._keeper = keeper
@@ -135,6 +142,11 @@ class OneServer:
         self.owned: list[Redis] = []
         """Clients that were made on the way, to be closed with us."""
         self._wire: Wire | None = None
+
+    def twin(self) -> OneServer:
+        if isinstance(self._keeper, Redis) and isinstance(self._keeper.connection_pool, SentinelConnectionPool):
+            return _of_sentinels(self._keeper.connection_pool, self.name)
+        return OneServer(self.name, self._kind, self._options)
 
     def wire(self, key: str) -> Wire:
         if self._wire is None:
@@ -165,6 +177,7 @@ class ClusterServers:
     """The nodes of a cluster, one connection each, and which has which slots."""
 
     clustered = True
+    database = 0
 
     def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], seeds: list[Address]):
         self.name = name
@@ -175,6 +188,9 @@ class ClusterServers:
         self._wires: dict[Address, Wire] = {}
         self._refreshing: asyncio.Future[None] | None = None
         self._refreshed_at = 0.0
+
+    def twin(self) -> ClusterServers:
+        return ClusterServers(self.name, self._kind, self._options, self._seeds)
 
     def wire(self, key: str) -> Wire:
         return self._wire_to(self._address(key))
@@ -345,12 +361,31 @@ def _behind_sentinels(
     return server
 
 
+def _of_sentinels(pool: Any, shown: str) -> OneServer:
+    """The master that a `SentinelConnectionPool` is for, with clients of our own for it and for its sentinels."""
+    manager: Any = copy.copy(pool.sentinel_manager)
+    addresses = [sentinel.connection_pool.connection_kwargs for sentinel in manager.sentinels]
+    manager.sentinels = [Redis(host=at["host"], port=at["port"], **manager.sentinel_kwargs) for at in addresses]
+    settings = _settings(pool.connection_kwargs)
+    del settings["connection_pool"]
+    client: Redis = manager.master_for(pool.service_name, connection_class=pool.connection_class, **settings)
+    server = of_client(client, shown)
+    server.owned = [*manager.sentinels, client]
+    return server
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a client's connections, without what ties them to that client and its loop. All of that is for
+    the newer protocol, which is not spoken here."""
+    return {name: v for name, v in options.items() if name != "himport_registry" and "maint_notifications" not in name}
+
+
 def of_client(client: object, shown: str = "") -> OneServer:
     """The server of a redis-py client that somebody has already: connections like its own, but ours."""
     if not isinstance(client, Redis):
         raise OptionError(f"a client is a redis.asyncio.Redis or RedisCluster, not {type(client).__module__}")
     pool = client.connection_pool
-    options = dict(pool.connection_kwargs)
+    options = _settings(pool.connection_kwargs)
     if not shown:
         shown = f"{options.get('host', options.get('path', 'redis'))}:{options.get('port', '')}"
     return OneServer(shown, pool.connection_class, options, keeper=client)
@@ -360,6 +395,6 @@ def of_cluster(client: object) -> ClusterServers:
     """The cluster of a redis-py client that somebody has already."""
     assert isinstance(client, RedisCluster)
     nodes = list(client.nodes_manager.startup_nodes.values())
-    options = {name: value for name, value in nodes[0].connection_kwargs.items() if name not in ("host", "port")}
+    options = _settings(nodes[0].connection_kwargs)
     seeds = [(str(node.host), int(node.port)) for node in nodes]
     return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", nodes[0].connection_class, options, seeds)

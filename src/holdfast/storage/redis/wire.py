@@ -208,8 +208,7 @@ class Wire:
                     return
                 except (RedisError, OSError, TimeoutError, ServerError) as error:
                     self._trouble = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(self._pause * random.uniform(0.5, 1))
-                    self._pause = min(2 * self._pause, BACKOFF_S[1])
+                    await asyncio.sleep(self._next_pause())
                     continue
                 self._begin(link)
                 return
@@ -266,8 +265,13 @@ class Wire:
         self._trouble = trouble
         self._drop()
         if self._pending:
-            self._loop.call_later(self._pause * random.uniform(0.5, 1), self._reconnect)
-            self._pause = min(2 * self._pause, BACKOFF_S[1])
+            self._loop.call_later(self._next_pause(), self._reconnect)
+
+    def _next_pause(self) -> float:
+        """How long to wait before the next try: ever longer, but whoever waits gets several."""
+        pause, self._pause = self._pause, min(2 * self._pause, BACKOFF_S[1])
+        left = min((request.deadline for request in self._pending), default=self._loop.time()) - self._loop.time()
+        return min(pause, max(left / 4, BACKOFF_S[0])) * random.uniform(0.5, 1)
 
     def _drop(self) -> None:
         if self._transport is not None:
@@ -278,7 +282,7 @@ class Wire:
         """Give up requests whose time is up, and a link on which nothing comes back."""
         self._watch = None
         now = self._loop.time()
-        for request in self._pending:
+        for request in list(self._pending):  # Whoever is answered may ask again at once.
             if request.deadline <= now:
                 request.answer(
                     StorageUnavailable(f"{self.name} did not answer in time ({self._trouble}): is it up and reachable?")

@@ -1,0 +1,305 @@
+"""The app: a storage and a set of tasks. What users begin with."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import sys
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
+
+from holdfast.arguments import name_of
+from holdfast.clock import Clock
+from holdfast.codec import Codec
+from holdfast.connection import Bound, Connection
+from holdfast.errors import OptionError
+from holdfast.execution import AfterExecution, Handler, Middleware, OnError, Surroundings, current_job
+from holdfast.jobs import Job, Snapshot
+from holdfast.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast.queue import PullOptions, Queue
+from holdfast.storage import Storage
+from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker
+from holdfast.task import Definition, Handle, Task, TaskDecorator
+from holdfast.worker import OnEvent, Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    from holdfast.sync import SyncApp
+
+    T = TypeVar("T", default=None)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
+
+
+class Holdfast(Generic[T]):
+    """A storage and a set of tasks.
+
+    The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db`: see `holdfast.storage.connect`.
+    `lifespan` makes what handlers share, once per worker: `app.resources` in a handler is what it yields.
+
+    >>> app = Holdfast("memory://")
+    >>> @app.task
+    ... async def add(a: int, b: int) -> int:
+    ...     return a + b
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        storage: Storage | None = None,
+        namespace: str = "hf",
+        codec: str | Codec = "json",
+        lifespan: Callable[[], AbstractAsyncContextManager[T]] | None = None,
+        max_payload: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._connection = Connection(
+            url, storage=storage, namespace=namespace, codec=codec, max_payload=max_payload, clock=clock
+        )
+        self._lifespan = lifespan
+        self._tasks: dict[str, Definition] = {}
+        self._stubs: set[str] = set()
+        self._around = Surroundings()
+        self._around.find = self._find
+        self._on_event: list[OnEvent] = []
+
+    def __repr__(self) -> str:
+        return f"<Holdfast on {self._connection!r}, {len(self._tasks)} tasks>"
+
+    async def __aenter__(self) -> Self:
+        await self._connection.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._connection.__aexit__(*exc)
+
+    @property
+    def storage(self) -> Storage:
+        """The storage, while the app is open: the verbs that are too seldom needed to be here."""
+        return self._connection.storage
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of the tasks that a worker of this app can run."""
+        return [name for name in self._tasks if name not in self._stubs]
+
+    @property
+    def resources(self) -> T:
+        """What `lifespan` has made for the worker that runs the present job."""
+        return cast("T", current_job().resources)
+
+    # Tasks
+
+    @overload
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R, Coroutine[Any, Any, R]]: ...
+    @overload
+    def task(self, function: Callable[P, R], /) -> Task[P, R, R]: ...
+    @overload
+    def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
+    def task(self, function: Any = None, /, **options: Any) -> Any:
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. See `TaskOptions` for what there is."""
+        check_known("task", options, TaskOptions)
+        define = self._define(cast("TaskOptions", options), stub=False)
+        return define if function is None else define(function)
+
+    def stub(self, **options: Unpack[StubOptions]) -> TaskDecorator:
+        """A task whose function is in another program: only its signature counts here.
+
+        >>> @app.stub(name="jobs.render")
+        ... def render(doc: bytes) -> bytes:
+        ...     raise NotImplementedError
+        """
+        check_known("stub", options, StubOptions)
+        if "name" not in options:
+            raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
+        return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))
+
+    def _define(self, options: TaskOptions, *, stub: bool) -> Callable[[Callable[..., Any]], Task[Any, Any, Any]]:
+        def define(function: Callable[..., Any]) -> Task[Any, Any, Any]:
+            if not callable(function) or inspect.isclass(function):
+                raise OptionError(f"a task is a function, not {function!r:.60}")
+            name = options.get("name") or default_name(function)
+            check_queue(name)
+            if name.endswith(FAILED_SUFFIX):
+                raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
+            if name in self._tasks:
+                other = self._tasks[name].arguments.function
+                raise OptionError(
+                    f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
+                )
+            definition = self._tasks[name] = Definition(self._connection, function, name, options, stub=stub)
+            if stub:
+                self._stubs.add(name)
+            return Task(self._connection, definition)
+
+        return define
+
+    # Requests
+
+    async def enqueue_many(self, bounds: Iterable[Bound[R]]) -> list[Handle[R]]:
+        """Enqueue what `task.bind(…)` has made, in as few steps as there can be: at most 250 jobs and 1 MiB in each,
+        in order within a queue. The handles come in the order given.
+
+        >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
+        """
+        sent = await self._connection.enqueue_many(bounds)
+        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+
+    def enqueue_in(self, transaction: object, *bounds: Bound[R]) -> list[Handle[R]]:
+        """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
+
+        `transaction` is a redis-py pipeline (sync or asyncio) on the app's server, or a `sqlite3.Connection` to the
+        app's file. Nothing is awaited, nothing is sent before you commit. On SQLite a waiting worker finds the job at
+        its next look, within a second; await nothing of this app before you commit, it would wait for your lock.
+        Jobs that follow each other into one queue travel together. The handles of a pipeline do not know yet what was
+        placed.
+
+        >>> with sqlite3.connect("holdfast.db") as db:
+        ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
+        ...     app.enqueue_in(db, welcome.bind("ada"))
+        """
+        sent = self._connection.enqueue_in(transaction, bounds)
+        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+
+    def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
+        """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
+
+        The options are the limits of a queue that is pulled from; it has none unless given.
+        """
+        return Queue(self._connection, name, options)
+
+    async def stats(self) -> Snapshot:
+        """Counts of all queues, and the workers that are there."""
+        return await self.storage.snapshot()
+
+    async def evict(self, worker: str) -> bool:
+        """Ask a worker to stop. False if there is none of that name."""
+        return await self.storage.evict(worker)
+
+    @property
+    def sync(self) -> SyncApp:
+        """Blocking versions, for code that has no event loop."""
+        from holdfast.sync import SyncApp
+
+        return SyncApp(self._connection)
+
+    async def _find(self, queue: str, id: str) -> Job | None:
+        (job,) = await self.storage.get(queue, [id])
+        return job
+
+    # Hooks
+
+    def middleware(self, function: Middleware) -> Middleware:
+        """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
+        self._around.middleware.append(function)
+        return function
+
+    def after_execution(self, function: AfterExecution) -> AfterExecution:
+        """Be told when a run has completed its job, or failed it for good, before that is stored: the `Execution` may
+        be changed (`result`, `error`, `ttl`). May be async. If it raises, nothing is changed and `on_error` is told."""
+        self._around.after.append(function)
+        return function
+
+    def on_event(self, function: OnEvent) -> OnEvent:
+        """Be told of what this app's workers did: a `RunEvent` each, in order, once it is stored."""
+        self._on_event.append(function)
+        return function
+
+    def on_error(self, function: OnError) -> OnError:
+        """Be told of trouble that is no job's own: a hook that raised, a storage that cannot be reached. Called with
+        the exception and where it happened. Without such a hook it is logged."""
+        self._around.errors.append(function)
+        return function
+
+    def add_codec(self, codec: Codec) -> None:
+        """Make a codec known by its name, so that payloads it wrote can be read."""
+        self._connection.codecs.add(codec)
+
+    # Work
+
+    def worker(
+        self,
+        queues: str | Iterable[str] | None = None,
+        *,
+        concurrency: int | None = None,
+        name: str | None = None,
+        lease: Seconds = 10,
+        grace: Seconds = 25,
+        burst: bool = False,
+    ) -> Worker:
+        """A worker on this event loop: `async with app.worker(): …`.
+
+        `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the runs at one time.
+        `lease` is how long a dead worker's jobs stay with it; it is kept alive from a thread of its own. Leaving the
+        block lets runs finish for `grace` seconds. A `burst` ends by itself when nothing is ready any more.
+        """
+        if name is not None:
+            check_worker(name)
+        return self._make_worker(
+            self._served(queues),
+            concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
+            name=name,
+            lease_ms=to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
+            grace_s=to_ms("grace", grace) / 1000,
+            burst=burst,
+        )
+
+    def rehearse(self, storage: Storage | None) -> None:
+        """For holdfast.testing: use another storage, on every loop, until None is put back."""
+        self._connection.rehearse(storage)
+
+    def rehearsal(self, note: OnEvent) -> Worker:
+        """For holdfast.testing: a worker that runs what is ready and then ends."""
+        return self._make_worker(self._served(None), note, burst=True, beats=False, lease_ms=MAX_LEASE_MS)
+
+    def _make_worker(self, handlers: Iterable[Handler], *notes: OnEvent, **options: Any) -> Worker:
+        return Worker(
+            lambda: self.storage,
+            handlers,
+            self._around,
+            opened=self,
+            lifespan=self._lifespan,
+            on_event=[*self._on_event, *notes],
+            **options,
+        )
+
+    def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
+        """The handlers of the tasks whose names match, each with its fail handler."""
+        if not self.tasks:
+            raise OptionError("this app has no tasks: import the modules that define them before the worker starts")
+        patterns = ["*"] if queues is None else [queues] if isinstance(queues, str) else list(queues)
+        for pattern in patterns:
+            if not fnmatch.filter(self.tasks, pattern):
+                raise OptionError(f"no task is named like {pattern!r:.80}: there are {', '.join(self.tasks)}")
+        chosen = [name for name in self.tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        definitions = [self._tasks[name] for name in chosen]
+        failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
+        return [definition.handler for definition in definitions] + failed
+
+
+def default_name(function: Callable[..., Any]) -> str:
+    """`module.function`; a program's own file instead of `__main__`, so that its workers find what it enqueued."""
+    module = getattr(function, "__module__", None) or "tasks"
+    if module == "__main__":
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        module = spec.name.removesuffix(".__main__") if spec is not None else Path(file).stem if file else "main"
+    return f"{module}.{name_of(function)}"
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}" + (
+        f" (line {code.co_firstlineno})" if code else ""
+    )

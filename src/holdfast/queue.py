@@ -1,0 +1,512 @@
+"""A queue by its name: produce any payload, pull jobs under a lease, look after it. No task's code is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from datetime import datetime
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
+
+import msgspec
+
+from holdfast.connection import Bound, Connection
+from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, PayloadRejected
+from holdfast.events import Event, Topic
+from holdfast.execution import as_data
+from holdfast.jobs import (
+    Cancelled,
+    Job,
+    Kept,
+    Release,
+    Repaired,
+    Request,
+    Settled,
+    Settlement,
+    State,
+    Swept,
+    Update,
+    Work,
+)
+from holdfast.jobs import Lease as Holding
+from holdfast.options import (
+    DEFAULT_WAIT_S,
+    EnqueueOptions,
+    Seconds,
+    check_known,
+    from_at,
+    to_at,
+    to_count,
+    to_ms,
+    to_wait_s,
+)
+from holdfast.policy import PULL, Policy, Raised, Returned, admit, cut, decode_error, verdict
+from holdfast.storage import audit
+from holdfast.storage.checks import check_queue, clean_id
+from holdfast.task import Handle, bind
+
+if TYPE_CHECKING:
+    from holdfast.sync import SyncQueue
+
+R = TypeVar("R")
+
+MIN_SECONDS_MS, MAX_SECONDS_MS = 100, 86_400_000
+LOOK_EVERY_S = 1.0
+
+
+class PullOptions(TypedDict, total=False):
+    """The limits of a queue that is pulled from: none, unless given."""
+
+    max_retries: int
+    max_stalls: int
+    min_backoff: Seconds
+    max_backoff: Seconds
+    result_ttl: Seconds
+    failure_ttl: Seconds
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it is stored now."""
+
+    queue: str
+    id: str
+    state: State
+    generation: int
+    payload: Any
+    """Decoded; bytes if this app does not know how. None once the job has completed, and in lists."""
+    priority: int
+    run_at: datetime
+    created_at: datetime
+    attempts: int
+    retries: int
+    stalls: int
+    timeouts: int
+    worker: str | None
+    progress: Any
+    result: Any
+    error: JobError | None
+    deferred: bool
+    """Another request waits for the present run to end."""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue in numbers."""
+
+    ready: int
+    scheduled: int
+    running: int
+    retrying: int
+    deferred: int
+    completed: int
+    failed: int
+    cancelled: int
+    oldest_ready_seconds: float
+    paused: bool
+    reason: str
+    workers: list[str]
+    totals: dict[str, int]
+    """How often each event has happened since the queue was made."""
+
+
+class Lease:
+    """The right to work on one job until `deadline`. Settle it once: complete, retry, fail or release.
+
+    Each of those gives True to exactly one caller. False means that the lease was lost: another may be at the job, and
+    nothing was changed.
+    """
+
+    def __init__(self, queue: Queue, job: Job, worker: str, seconds_ms: int) -> None:
+        assert job.run is not None
+        self._queue = queue
+        self._job = job
+        self._worker = worker
+        self._length_ms = seconds_ms
+        self.queue = queue.name
+        self.id = job.id
+        self.payload: Any = queue.payload_of(job)
+        """Decoded; bytes if they were enqueued as bytes, or cannot be read."""
+        self.attempt = job.attempts
+        """1 for the first lease."""
+        self.fence = job.run.fence
+        self.deadline = from_at(job.run.until_at)
+        """By the storage's clock. `extend` moves it."""
+        self._claimed_at = job.run.until_at - 1000 * seconds_ms
+        self._began_at = time.monotonic()
+        """Two readings, of the storage's clock and soon after of ours: so a deadline is never put too late."""
+        self.cancel_asked = False
+        """Somebody has cancelled the job: `extend` says so. Any settlement ends it then; a completion counts."""
+        self.settled = False
+        """This lease was settled here, or is known to be lost."""
+
+    async def complete(self, result: object = None) -> bool:
+        """The work is done. `result` may be any JSON value, or bytes."""
+        data, codec = (
+            self._queue.encode(f"the result of job {self.id!r}", result) if result is not None else (None, "json")
+        )
+        return await self._settle(verdict(self._job, Returned(data, codec), self._queue.policy, _rng))
+
+    async def retry(
+        self, *, delay: Seconds | None = None, at: datetime | None = None, error: BaseException | str | None = None
+    ) -> bool:
+        """The job shall run again: after `delay`, at `at`, or after the queue's backoff (none unless given). It counts
+        as a retry; past the queue's or the job's limit it fails instead."""
+        if delay is not None and at is not None:
+            raise OptionError("delay and at are both given: one of them says when")
+        told = _as_error(error, JobError(type="Retry", message="asked to run again"))
+        when = Raised(
+            told,
+            None if delay is None else to_ms("delay", delay),
+            None if at is None else to_at("at", at),
+        )
+        return await self._settle(verdict(self._job, when, self._queue.policy, _rng))
+
+    async def fail(self, error: BaseException | str = "failed") -> bool:
+        """The job is given up; it is listed as failed until it is forgotten, and can be retried by hand."""
+        told = _as_error(error, JobError(type="Failed", message="failed"))
+        permanent = Raised(msgspec.structs.replace(told, kind="permanent"))
+        return await self._settle(verdict(self._job, permanent, self._queue.policy, _rng))
+
+    async def release(self) -> bool:
+        """Give the job back, uncounted: it keeps its place in front."""
+        return await self._settle(Release(self.id, self.fence))
+
+    async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
+        """Hold the lease for as long again (or for `seconds`) from now. False if it is lost. See `cancel_asked`."""
+        length_ms = self._length_ms if seconds is None else to_ms("seconds", seconds, MIN_SECONDS_MS, MAX_SECONDS_MS)
+        told = None
+        if progress is not None:
+            told = self._queue.app.codecs.encode(
+                f"progress of job {self.id!r}", progress, self._queue.app.codecs.get("json")
+            )
+        holding = Holding(self.id, self.fence, told)
+        sent_at = time.monotonic()
+        reply = await self._queue.app.storage.extend(self.queue, [holding], worker=self._worker, lease_ms=length_ms)
+        if reply.lost:
+            self.settled = True
+            return False
+        self._length_ms = length_ms
+        self.cancel_asked = bool(reply.cancel_asked)
+        self.deadline = from_at(self._claimed_at + round((sent_at - self._began_at) * 1e6) + 1000 * length_ms)
+        return True
+
+    async def _settle(self, settlement: Settlement) -> bool:
+        (reply,) = await self._queue.app.storage.settle(self.queue, [settlement], worker=self._worker)
+        self.settled = True
+        return reply is Settled.OK
+
+    def __repr__(self) -> str:
+        return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
+
+
+_rng = random.Random()
+
+
+class Queue:
+    """A queue by its name. See `Holdfast.queue`."""
+
+    def __init__(self, app: Connection, name: str, options: PullOptions) -> None:
+        self.app = app
+        self.name = check_queue(name)
+        check_known(f"queue {name}", options, PullOptions)
+        self.policy = _policy(options)
+        self._worker = f"pull-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def __repr__(self) -> str:
+        return f"<queue {self.name}>"
+
+    @property
+    def sync(self) -> SyncQueue:
+        """The same verbs, blocking: for code that has no event loop."""
+        from holdfast.sync import SyncQueue
+
+        return SyncQueue(self)
+
+    # Producing
+
+    def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> Bound[Any]:
+        """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
+        check_known("enqueue", options, EnqueueOptions)
+        data, codec = self.encode(f"the payload for {self.name}", payload)
+        return bind(self.name, data, codec, lambda: Any, cast("Any", options))
+
+    async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
+        """Ask for a job: any JSON value, or bytes. When this returns, the job is stored.
+
+        Options: `id, on_conflict, delay, run_at, priority, result_ttl, dedup_ttl, timeout, max_retries, max_stalls,
+        max_timeouts`.
+        """
+        bound = self.bind(payload, **options)
+        return Handle(self.app, bound, await self.app.enqueue(bound))
+
+    async def retry(self, id: str | bytes) -> Handle[Any]:
+        """Run a failed or cancelled job once more, as it was. Raises `JobNotFound` if there is nothing to run."""
+        request = Request(clean_id(id), Work(None), update=Update(payload=False), named=True)
+        bound: Bound[Any] = Bound(self.name, request, lambda: Any, raises=False, wait_s=DEFAULT_WAIT_S)
+        return Handle(self.app, bound, await self.app.enqueue(bound))
+
+    # Pulling
+
+    async def lease(self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S) -> Lease | None:
+        """Take the next job for `seconds` (0.1 to 86,400), waiting up to `wait` seconds for one to be ready (30; 0
+        looks once, None waits for ever). None if there is none."""
+        seconds_ms = to_ms("seconds", seconds, MIN_SECONDS_MS, MAX_SECONDS_MS)
+        wait_s = to_wait_s(wait)
+        deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
+        lease, look_s = await self._take(seconds_ms)
+        if lease is not None or wait_s == 0:
+            return lease
+        async with self.app.storage.subscribe(Topic(self.name, "wake")) as events:
+            while True:
+                lease, look_s = await self._take(seconds_ms)
+                left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+                if lease is not None or (left is not None and left <= 0):
+                    return lease
+                try:
+                    async with asyncio.timeout(min(look_s, look_s if left is None else left)):
+                        await anext(events)
+                except TimeoutError:
+                    pass  # Time to look, or the end of the wait.
+
+    @asynccontextmanager
+    async def leased(
+        self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S, extend: bool = True
+    ) -> AsyncGenerator[Lease | None]:
+        """A lease for a block: completed at its end unless you settled it, retried if the block raises, extended
+        meanwhile. None if there is no job.
+
+        >>> async with queue.leased(wait=5) as lease:
+        ...     if lease: work(lease.payload)
+        """
+        lease = await self.lease(seconds=seconds, wait=wait)
+        if lease is None:
+            yield None
+            return
+        keeping = asyncio.create_task(_keep_extending(lease, to_ms("seconds", seconds) / 4000)) if extend else None
+        try:
+            yield lease
+        except asyncio.CancelledError:
+            if not lease.settled:
+                await lease.release()
+            raise
+        except BaseException as error:
+            if not lease.settled:
+                await lease.retry(error=error)
+            raise
+        else:
+            if not lease.settled:
+                await lease.complete()
+        finally:
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
+        """The next job that may be worked on, and how long to wait before looking again if there is none."""
+        while True:
+            claim = await self.app.storage.claim(self.name, 1, worker=self._worker, lease_ms=seconds_ms)
+            if not claim.jobs:
+                times = [t for t in (claim.next_sweep_at, None if claim.paused else claim.next_run_at) if t is not None]
+                soonest_s = (min(times) - claim.now) / 1e6 if times else LOOK_EVERY_S
+                return None, min(LOOK_EVERY_S, max(soonest_s, 0.001))
+            (job,) = claim.jobs
+            refused = admit(job, self.policy)
+            if refused is None:
+                return Lease(self, job, self._worker, seconds_ms), 0.0
+            await self.app.storage.settle(self.name, [refused], worker=self._worker)
+
+    # One job
+
+    async def get(self, id: str | bytes) -> JobInfo | None:
+        """A job as it is now; None if there is none, or it is forgotten."""
+        (job,) = await self.app.storage.get(self.name, [clean_id(id)])
+        return None if job is None else self._info(job)
+
+    @overload
+    async def result(self, id: str | bytes, *, type: type[R], wait: Seconds | None = DEFAULT_WAIT_S) -> R: ...
+    @overload
+    async def result(self, id: str | bytes, *, type: UnionType, wait: Seconds | None = DEFAULT_WAIT_S) -> Any: ...
+    @overload
+    async def result(self, id: str | bytes, *, wait: Seconds | None = DEFAULT_WAIT_S) -> Any: ...
+    async def result(self, id: str | bytes, *, type: Any = Any, wait: Seconds | None = DEFAULT_WAIT_S) -> Any:
+        """What a job gave, as a `type`. Waits for one that has not ended. Raises as `Handle.result` does."""
+        name = clean_id(id)
+        (job,) = await self.app.storage.get(self.name, [name])
+        if job is None:
+            raise JobNotFound(f"there is no job {name!r:.80} in {self.name}: it was never asked for, or is forgotten")
+        outcome = job.outcome or await self.app.wait_for(self.name, name, job.generation, to_wait_s(wait))
+        return self.app.value_of(self.name, name, outcome, type)
+
+    async def keep(self, id: str | bytes, ttl: Seconds) -> Kept:
+        """Change how long the end of a job is remembered: `KEPT`, `LIVE` (it counts from its end) or `MISSING`."""
+        (kept,) = await self.app.storage.keep(self.name, [clean_id(id)], to_ms("ttl", ttl))
+        return kept
+
+    async def cancel(self, id: str | bytes) -> Cancelled:
+        """Stop a job: `CANCELLED` (and truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
+        (reply,) = await self.app.storage.cancel(self.name, [clean_id(id)])
+        return reply
+
+    # The whole queue
+
+    async def jobs(self, state: State | str | None = None) -> AsyncIterator[JobInfo]:
+        """List jobs, without payloads and results: of one state in its order, or of all. A job that changes its state
+        meanwhile may be missed or be seen twice."""
+        after: str | None = None
+        while True:
+            wanted = None if state is None else _state(state)
+            page = await self.app.storage.scan(self.name, state=wanted, after=after)
+            for job in page.jobs:
+                yield self._info(job)
+            after = page.after
+            if after is None:
+                return
+
+    async def stats(self) -> Stats:
+        """Counts, the age of the oldest ready job, and who serves the queue."""
+        snapshot = await self.app.storage.snapshot()
+        for queue in snapshot.queues:
+            if queue.queue == self.name:
+                counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
+                return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
+        workers = [
+            worker.worker
+            for worker in snapshot.workers
+            if self.name in cast("list[str]", worker.facts.get("queues", []))
+        ]
+        zeros = dict.fromkeys(
+            ("ready", "scheduled", "running", "retrying", "deferred", "completed", "failed", "cancelled"), 0
+        )
+        return Stats(**zeros, oldest_ready_seconds=0.0, paused=False, reason="", workers=workers, totals={})
+
+    async def pause(self, *, reason: str = "") -> None:
+        """Let nobody take jobs, until `resume`. What runs goes on."""
+        await self.app.storage.pause(self.name, True, reason=reason)
+
+    async def resume(self) -> None:
+        await self.app.storage.pause(self.name, False)
+
+    async def sweep(self, *, worker: str | None = None) -> Swept:
+        """Take back expired leases and forget what is due. Workers do this by themselves. With `worker`, take back all
+        of its leases at once: for a worker that is known to be dead, else runs may overlap."""
+        return await self.app.storage.sweep(self.name, worker=worker)
+
+    async def repair(self, *, dry_run: bool = False) -> Repaired:
+        """Check every record against the invariants and mend what is wrong. `problems` is empty when all is well."""
+        return await audit(self.app.storage, self.name, repair=not dry_run)
+
+    PURGED = (State.WAITING, State.COMPLETED, State.FAILED, State.CANCELLED)
+
+    async def purge(self, states: Collection[State | str] = PURGED) -> int:
+        """Delete jobs of these states (`running` ones are asked to cancel): how many."""
+        wanted = [_state(state) for state in states]
+        deleted = 0
+        while (step := await self.app.storage.purge(self.name, wanted)) > 0:
+            deleted += step
+        return deleted
+
+    async def delete(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> bool:
+        """Delete the queue and all that is in it. Running jobs are asked to cancel, and waited for; False if some still
+        run after `wait`: the queue stays paused then, so ask again."""
+        wait_s = to_wait_s(wait)
+        deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
+        await self.pause(reason="being deleted")
+        while True:
+            await self.purge(tuple(State))
+            page = await self.app.storage.scan(self.name, limit=1)
+            if not page.jobs:
+                await self.app.storage.purge(self.name, tuple(State), drop=True)
+                return True
+            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+                return False
+            await self.app.storage.sweep(self.name)
+            await asyncio.sleep(0.1)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """What happens in the queue from now on. Hints: some may be lost, so never wait for one alone."""
+        async with self.app.storage.subscribe(Topic(self.name)) as events:
+            async for event in events:
+                yield event
+
+    # Reading and writing
+
+    def encode(self, what: str, value: object) -> tuple[bytes, str]:
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(cast("bytes", value)), "raw"
+        return self.app.codecs.encode(what, value), self.app.codecs.default.name
+
+    def payload_of(self, job: Job) -> Any:
+        return None if job.work.payload is None else self._decoded(job.work.payload, job.work.codec)
+
+    def _decoded(self, data: bytes, codec: str) -> Any:
+        """A value; the bytes themselves where nobody here can read them."""
+        try:
+            return self.app.codecs.decode("it", data, codec)
+        except (PayloadRejected, OptionError):
+            return data
+
+    def _info(self, job: Job) -> JobInfo:
+        outcome = job.outcome
+        error = job.error if outcome is None else outcome.error
+        result = None if outcome is None or outcome.result is None else self._decoded(outcome.result, outcome.codec)
+        progress = None if job.run is None else job.run.progress
+        return JobInfo(
+            queue=self.name,
+            id=job.id,
+            state=job.state,
+            generation=job.generation,
+            payload=self.payload_of(job),
+            priority=job.priority,
+            run_at=from_at(job.run_at),
+            created_at=from_at(job.created_at),
+            attempts=job.attempts,
+            retries=job.retries,
+            stalls=job.stalls,
+            timeouts=job.timeouts,
+            worker=job.worker,
+            progress=None if progress is None else self._decoded(progress, "json"),
+            result=result,
+            error=None if error is None else decode_error(error),
+            deferred=job.deferred,
+        )
+
+
+async def _keep_extending(lease: Lease, every_s: float) -> None:
+    while not lease.settled:
+        await asyncio.sleep(every_s)
+        try:
+            if not lease.settled:
+                await lease.extend()
+        except HoldfastError:
+            pass  # The next one may get through.
+
+
+def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:
+    if error is None:
+        return otherwise
+    if isinstance(error, BaseException):
+        return as_data(error, "retriable")
+    return cut(JobError(type=otherwise.type, message=error))
+
+
+def _policy(options: PullOptions) -> Policy:
+    asked: dict[str, Any] = dict(options)
+    changes: dict[str, int] = {
+        name: to_count(name, asked[name]) for name in ("max_retries", "max_stalls") if name in asked
+    }
+    for name in ("min_backoff", "max_backoff", "result_ttl", "failure_ttl"):
+        if name in asked:
+            changes[f"{name}_ms"] = to_ms(name, asked[name])
+    return msgspec.structs.replace(PULL, **changes)
+
+
+def _state(state: State | str) -> State:
+    try:
+        return State(state)
+    except ValueError:
+        raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(State)}") from None

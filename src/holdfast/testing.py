@@ -1,0 +1,123 @@
+"""For your own tests: an app on memory, a clock that moves when told to, and a worker that runs what is ready.
+
+>>> async def test_a_reminder_is_sent_after_a_day():
+...     with rehearse(app) as jobs:
+...         await remind.using(delay=86_400).enqueue("ada")
+...         assert await jobs.drain() == []
+...         await jobs.advance(days=1)
+...         assert [run.id for run in jobs.ran(remind)] == [...]
+
+With pytest, the fixture `rehearse` does the same without the `with`: `jobs = rehearse(app)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
+
+from holdfast.app import Holdfast
+from holdfast.clock import ManualClock
+from holdfast.errors import HoldfastError, OptionError
+from holdfast.events import Kind
+from holdfast.jobs import State
+from holdfast.options import from_at, to_at
+from holdfast.storage import connect
+from holdfast.task import Task
+from holdfast.worker import RunEvent
+
+MAX_RUNS = 10_000
+"""A drain that has started this many runs is taken for one that never ends."""
+START = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)
+
+
+class Rehearsal:
+    """An app whose jobs are in memory, on a clock of their own, for as long as it is entered. Nothing is left after it,
+    and nothing of the app's own storage is touched."""
+
+    def __init__(self, app: Holdfast[Any], *, now: datetime = START) -> None:
+        self._app = app
+        self.clock = ManualClock(to_at("now", now) / 1e6)
+        self._storage = connect("memory://", clock=self.clock)
+        self._runs: list[RunEvent] = []
+
+    def __enter__(self) -> Self:
+        _at_once(self._storage.__aenter__())
+        self._app.rehearse(self._storage)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._app.rehearse(None)
+        _at_once(self._storage.__aexit__(None, None, None))
+
+    @property
+    def now(self) -> datetime:
+        """The time of the rehearsal."""
+        return from_at(self.clock.now_us())
+
+    async def drain(self, *, max_runs: int = MAX_RUNS) -> list[RunEvent]:
+        """Run everything that is ready, and what becomes ready by that, until nothing is: what happened, in order.
+
+        A job that failed and is to run again later waits for `advance`. Raises if there is no end to it.
+        """
+        before = len(self._runs)
+
+        def note(event: RunEvent) -> None:
+            self._runs.append(event)
+            if len(self._runs) - before > 2 * max_runs:  # Its start and its end are an event each.
+                worker.stop()
+
+        worker = self._app.rehearsal(note)
+        await worker.run()
+        if len(self._runs) - before > 2 * max_runs:
+            raise HoldfastError(
+                f"drain has started more than {max_runs} runs: does a job enqueue itself without a delay?"
+            )
+        return [event for event in self._runs[before:] if event.kind is not Kind.CLAIMED]
+
+    async def advance(
+        self, seconds: float = 0, *, minutes: float = 0, hours: float = 0, days: float = 0
+    ) -> list[RunEvent]:
+        """Move the clock on, and run each job at the time when it is due on the way: what happened, in order."""
+        length = timedelta(seconds=seconds, minutes=minutes, hours=hours, days=days)
+        if length < timedelta(0):
+            raise OptionError(f"advance goes forward, not by {length.total_seconds():g} seconds")
+        target = self.clock.now_us() + round(length / timedelta(microseconds=1))
+        happened = await self.drain()
+        while (due := await self._next_due(target)) is not None:
+            self.clock.advance((due - self.clock.now_us()) / 1e6)
+            happened += await self.drain()
+        self.clock.advance((target - self.clock.now_us()) / 1e6)
+        return happened
+
+    def ran(self, task: Task[..., Any, Any] | str | None = None) -> list[RunEvent]:
+        """The runs so far, of one task or of all: one event for each, with how it ended."""
+        name = task if isinstance(task, str) or task is None else task.name
+        return [run for run in self._runs if run.kind is not Kind.CLAIMED and name in (None, run.queue)]
+
+    async def _next_due(self, target: int) -> int | None:
+        """The first time up to the target at which a job is due."""
+        times: list[int] = []
+        for queue in (await self._storage.snapshot()).queues:
+            after: str | None = None
+            while True:
+                page = await self._storage.scan(queue.queue, state=State.WAITING, after=after)
+                times += [job.run_at for job in page.jobs if self.clock.now_us() < job.run_at <= target]
+                after = page.after
+                if after is None:
+                    break
+        return min(times, default=None)
+
+
+def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:
+    """Use an app on memory and a clock of its own: `with rehearse(app) as jobs: …`."""
+    return Rehearsal(app, now=now)
+
+
+def _at_once(step: Coroutine[Any, Any, object]) -> None:
+    """Run what never really waits, with or without a loop: memory is opened and closed in an instant."""
+    try:
+        step.send(None)
+    except StopIteration:
+        return
+    raise HoldfastError("memory was not ready at once")

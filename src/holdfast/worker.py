@@ -1,0 +1,529 @@
+"""The worker: feed (plan, claim, hand over), beat (extend, sweep), drain (outcomes become settlements, in batches).
+
+What to claim is decided in fleet.py, what becomes of a run in policy.py; runs go on in inline.py, the beat has a
+thread of its own in beat.py. Here is what connects them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, Self
+
+import msgspec
+
+from holdfast.beat import Beat
+from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, StorageUnavailable
+from holdfast.events import Kind, Topic
+from holdfast.execution import Handler, Surroundings, given, timed_out
+from holdfast.fleet import NEVER, Fleet, Order, Served
+from holdfast.inline import Inline, Run
+from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled, Settlement
+from holdfast.policy import Ended, Stopped, TimedOut, admit, fence_of, smaller, verdict
+from holdfast.storage import Storage
+
+MAX_ITEMS = 250
+MAX_BYTES = 900_000
+"""Of one settle call, with some room for what is not counted."""
+LOOK_EVERY_S = 1.0
+TRY_AGAIN_S = (0.1, 5.0)
+"""After trouble with the storage: the first pause and the longest."""
+GIVE_UP_S = 5.0
+"""How long a worker that stops tries to settle what has ended, after its grace. What is left then runs again."""
+
+log = logging.getLogger("holdfast.worker")
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
+    `failed`, `retried`, `timed_out` or `released`."""
+
+    kind: Kind
+    queue: str
+    id: str
+    attempt: int
+    seconds: float = 0.0
+    """How long the run took."""
+    error: JobError | None = None
+
+
+OnEvent = Callable[[RunEvent], Any]
+
+
+class Worker:
+    """Serves queues until it is stopped: `async with app.worker(): …`, or `await app.worker().run()`.
+
+    Leaving the block stops it: nothing more is claimed, runs may finish within `grace`, the rest is cancelled and goes
+    back to its place in the queue, uncounted.
+    """
+
+    def __init__(
+        self,
+        storage: Callable[[], Storage],
+        handlers: Iterable[Handler],
+        around: Surroundings,
+        *,
+        opened: AbstractAsyncContextManager[Any],
+        lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
+        on_event: Sequence[OnEvent] = (),
+        name: str | None = None,
+        lease_ms: int = 10_000,
+        grace_s: float = 25.0,
+        concurrency: int | None = None,
+        burst: bool = False,
+        beats: bool = True,
+    ) -> None:
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._find_storage = storage
+        self._handlers = {handler.queue: handler for handler in handlers}
+        self._around = around
+        self._opened = opened
+        self._lifespan = lifespan
+        self._on_event = on_event
+        self._lease_ms = lease_ms
+        self._grace_s = grace_s
+        self._burst = burst
+        self._beats = beats
+        served = [
+            Served(handler.queue, handler.size, handler.concurrency, handler.queue_priority)
+            for handler in self._handlers.values()
+        ]
+        self._fleet = Fleet(Inline.capacity, served, most=concurrency)
+        self._rng = random.Random()
+        self._runs: dict[tuple[str, str, int], Run] = {}
+        """What we hold: started, and not yet settled."""
+        self._outcomes: list[tuple[str, Job, Settlement, Run | None]] = []
+        self._settling = 0
+        """Outcomes on their way to the storage."""
+        self._changed = asyncio.Event()
+        """Something happened that the feed may want to know."""
+        self._ended_some = asyncio.Event()
+        self._stop_asked = asyncio.Event()
+        self._quick = asyncio.Event()
+        self._nothing_left = False
+        self._events: asyncio.Queue[RunEvent | None] = asyncio.Queue()
+        self._beat: Beat | None = None
+        self._stack = AsyncExitStack()
+        self._main: asyncio.Task[None] | None = None
+
+    @property
+    def queues(self) -> list[str]:
+        """What it serves."""
+        return self._fleet.queues
+
+    @property
+    def running(self) -> int:
+        """Runs that are going on."""
+        return self._fleet.runs
+
+    async def __aenter__(self) -> Self:
+        if self._main is not None:
+            raise OptionError(f"worker {self.name} has run already: make another with app.worker()")
+        for handler in self._handlers.values():
+            handler.check()
+        try:
+            await self._stack.enter_async_context(self._opened)
+            self._storage = self._find_storage()
+            self._executor = Inline(self._around, ended=self._ended, stuck=self._stuck, reported=self._reported)
+            self._stack.callback(self._executor.close)
+            if self._lifespan is not None:
+                self._executor.resources = await self._stack.enter_async_context(self._lifespan())
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        self._main = asyncio.create_task(self._serve(), name=f"holdfast worker {self.name}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._main is not None
+        self.stop()
+        try:
+            await asyncio.shield(self._main)
+        except asyncio.CancelledError:
+            self.stop(quick=True)
+            await self._main
+            raise
+        finally:
+            await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Serve until `stop()`; in a burst, until nothing is ready any more."""
+        async with self:
+            assert self._main is not None
+            await asyncio.wait([self._main])
+
+    def stop(self, *, quick: bool = False) -> None:
+        """Stop serving. `quick` gives runs no more time."""
+        self._stop_asked.set()
+        self._changed.set()
+        if quick:
+            self._quick.set()
+
+    async def _serve(self) -> None:
+        """Everything that goes on in this worker. Feed and drain end by themselves, so that nothing that was claimed or
+        has ended is left lying."""
+        log.info("worker %s serves %s", self.name, ", ".join(self.queues))
+        beat = self._make_beat() if self._beats else None
+        if beat is not None:
+            beat.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                listening = [tasks.create_task(self._listen(topics)) for topics in self._topics()]
+                drain = tasks.create_task(self._drain())
+                tasks.create_task(self._tell())
+                await self._feed()
+                for task in listening:
+                    task.cancel()
+                await self._let_runs_end()
+                self._nothing_left = True
+                self._ended_some.set()
+                await drain
+                self._events.put_nowait(None)
+        finally:
+            if beat is not None:
+                await beat.stop()
+            log.info("worker %s has stopped", self.name)
+
+    # Feed
+
+    async def _feed(self) -> None:
+        loop = asyncio.get_running_loop()
+        look_at = loop.time() + LOOK_EVERY_S
+        while not self._stop_asked.is_set():
+            self._changed.clear()
+            if loop.time() >= look_at and not self._burst:
+                await self._look_around()
+                look_at = loop.time() + LOOK_EVERY_S
+            now = loop.time()
+            orders = self._fleet.plan(now)
+            if orders:
+                await asyncio.gather(*map(self._claim, orders))
+            elif self._burst and self._is_idle(now):
+                return
+            else:
+                await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
+
+    async def _look_around(self) -> None:
+        """Once a second, one look at all queues of which nothing was heard: a lost hint costs no more."""
+        queues = self._fleet.asleep(asyncio.get_running_loop().time())
+        try:
+            for start in range(0, len(queues), MAX_ITEMS):
+                for queue in await self._storage.ready(queues[start : start + MAX_ITEMS]):
+                    self._fleet.wake(queue)
+        except Exception as error:
+            await self._around.trouble(error, f"worker {self.name} could not look for work")
+
+    async def _claim(self, order: Order) -> None:
+        loop = asyncio.get_running_loop()
+        sent_at = loop.time()
+        try:
+            claim = await self._storage.claim(order.queue, order.limit, worker=self.name, lease_ms=self._lease_ms)
+        except Exception as error:
+            pause = self._rng.uniform(0.5, 1) * LOOK_EVERY_S
+            self._fleet.claimed(order.queue, order.limit, 0, loop.time() + pause)
+            await self._around.trouble(error, f"worker {self.name} could not claim from {order.queue}")
+            return
+        self._fleet.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
+        for job in claim.jobs:
+            self._begin(self._handlers[order.queue], job, sent_at)
+
+    def _claim_at(self, claim: Claim) -> float:
+        """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
+        now = asyncio.get_running_loop().time()
+        known = [claim.next_sweep_at, None if claim.paused else claim.next_run_at]
+        at = min((now + (time - claim.now) / 1e6 for time in known if time is not None), default=NEVER)
+        return NEVER if self._burst and at > now else at
+
+    def _begin(self, handler: Handler, job: Job, sent_at: float) -> None:
+        refused = Release(job.id, fence_of(job)) if self._stop_asked.is_set() else admit(job, handler.policy)
+        if refused is not None:
+            self._settle(handler.queue, job, refused)
+            return
+        run = Run(handler, job, sent_at)
+        self._runs[run.key] = run
+        self._fleet.started(handler.queue)
+        self._executor.start(run)
+        if self._on_event:
+            started = RunEvent(kind=Kind.CLAIMED, queue=handler.queue, id=job.id, attempt=job.attempts)
+            self._events.put_nowait(started)
+
+    def _is_idle(self, now: float) -> bool:
+        """Nothing runs, nothing is to be settled, and every queue said that it has nothing."""
+        if self._fleet.next_claim_at(now) != NEVER:
+            return False
+        return not self._runs and not self._outcomes and not self._settling and not self._fleet.runs
+
+    async def _until_changed(self, seconds: float) -> None:
+        """Until something happens: a hint, a run that ended, a stop."""
+        try:
+            async with asyncio.timeout(min(max(seconds, 0.0), LOOK_EVERY_S)):
+                await self._changed.wait()
+        except TimeoutError:
+            pass  # Time to look.
+
+    def _topics(self) -> Iterator[list[Topic]]:
+        topics = [Topic(queue, "wake") for queue in self.queues]
+        for start in range(0, len(topics), MAX_ITEMS):
+            yield topics[start : start + MAX_ITEMS]
+
+    async def _listen(self, topics: list[Topic]) -> None:
+        pause = TRY_AGAIN_S[0]
+        while True:
+            try:
+                async with self._storage.subscribe(*topics) as events:
+                    pause = TRY_AGAIN_S[0]
+                    for topic in topics:  # What came before we listened was heard by nobody.
+                        self._fleet.wake(topic.queue)
+                    self._changed.set()
+                    async for event in events:
+                        self._fleet.wake(event.queue)
+                        self._changed.set()
+            except HoldfastError as error:
+                log.info("worker %s does not hear of new jobs (%s), it looks once a second", self.name, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, TRY_AGAIN_S[1])
+
+    # Runs
+
+    def _ended(self, run: Run, ended: Ended) -> None:
+        self._fleet.ended(run.handler.queue)
+        self._changed.set()
+        if run.held:
+            self._judge(run, ended)
+
+    def _stuck(self, run: Run) -> None:
+        """A run that was stopped does not end, and cannot be killed here. Its job goes on elsewhere, unless it must not
+        overlap with itself: then it is held for as long as it lasts."""
+        why = run.current.stopping
+        held = run.handler.policy.exclusive or why in ("cancel", "lease_lost")
+        log.warning(
+            "job %r of %s does not stop (%s): %s",
+            *(run.job.id, run.handler.queue, why),
+            "it keeps its lease until it ends" if held else "it is given up, and may overlap with its next run",
+        )
+        if run.held and not held:
+            self._judge(run, TimedOut(timed_out()) if why == "timeout" else Stopped("shutdown"))
+
+    def _judge(self, run: Run, ended: Ended) -> None:
+        run.held = False
+        self._settle(run.handler.queue, run.job, verdict(run.job, ended, run.handler.policy, self._rng), run)
+
+    def _reported(self) -> None:
+        if self._beat is not None:
+            self._beat.nudge()
+
+    async def _let_runs_end(self) -> None:
+        """Give runs their grace, then stop them, then give them the time that each has to stop."""
+        await self._runs_end_within(self._grace_s, unless=self._quick)
+        left = self._executor.runs
+        for run in left:
+            self._executor.stop(run, "shutdown")
+        longest_s = max((run.handler.policy.cancel_grace_ms / 1000 for run in left), default=0.0)
+        await self._runs_end_within(longest_s + 0.1)
+        for run in self._executor.runs:
+            if run.held and not run.handler.policy.exclusive:
+                self._judge(run, Stopped("shutdown"))
+            elif run.held:
+                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.handler.queue)
+
+    async def _runs_end_within(self, seconds: float, unless: asyncio.Event | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._executor.runs and loop.time() < deadline and not (unless and unless.is_set()):
+            self._changed.clear()
+            await self._until_changed(deadline - loop.time())
+
+    # Beat
+
+    def _make_beat(self) -> Beat:
+        self._beat = Beat(
+            self._storage.twin,
+            worker=self.name,
+            lease_ms=self._lease_ms,
+            held=lambda: list(self._runs.values()),
+            facts=self._facts,
+            full=self._fleet.full,
+            lost=self._lost,
+            cancel=lambda run: self._executor.stop(run, "cancel"),
+            kill=lambda run: self._executor.stop(run, "lease_lost"),
+            evict=self._evicted,
+            trouble=self._beat_trouble,
+        )
+        return self._beat
+
+    def _lost(self, run: Run) -> None:
+        """The lease is not ours any more: the run is stopped, and whatever it gives is of no use."""
+        if run.done or run.key not in self._runs:
+            return
+        log.warning("worker %s lost its lease of job %r in %s", self.name, run.job.id, run.handler.queue)
+        run.held = False
+        del self._runs[run.key]
+        self._executor.stop(run, "lease_lost")
+
+    def _facts(self) -> Facts:
+        return {
+            "queues": self.queues[:1000],
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "executor": "inline",
+            "capacity": self._fleet.capacity,
+            "used": self._fleet.used,
+            "running": self._fleet.runs,
+        }
+
+    def _evicted(self) -> None:
+        if not self._stop_asked.is_set():
+            log.warning("worker %s was evicted: it stops", self.name)
+            self.stop()
+
+    def _beat_trouble(self, error: BaseException) -> None:
+        log.warning("worker %s could not say that it is alive: %s", self.name, error)
+
+    # Drain
+
+    def _settle(self, queue: str, job: Job, settlement: Settlement, run: Run | None = None) -> None:
+        self._outcomes.append((queue, job, settlement, run))
+        self._ended_some.set()
+
+    async def _drain(self) -> None:
+        while True:
+            if not self._outcomes:
+                if self._nothing_left:
+                    return
+                self._ended_some.clear()
+                await self._ended_some.wait()
+                continue
+            outcomes, self._outcomes = self._outcomes, []
+            by_queue: dict[str, list[_Outcome]] = defaultdict(list)
+            for queue, job, settlement, run in outcomes:
+                by_queue[queue].append((job, settlement, run))
+            self._settling = len(outcomes)
+            await asyncio.gather(*(self._settle_all(queue, items) for queue, items in by_queue.items()))
+            self._settling = 0
+            if self._burst:  # What they left behind may be ready, and hints may come late.
+                for queue in self.queues:
+                    self._fleet.wake(queue)
+                self._changed.set()
+
+    async def _settle_all(self, queue: str, outcomes: list[_Outcome]) -> None:
+        for batch in _batches(outcomes):
+            try:
+                replies = await self._send(queue, [settlement for _, settlement, _ in batch])
+            except (PayloadRejected, OptionError):
+                for outcome in batch:
+                    await self._settle_one(queue, outcome)
+            except Exception as error:
+                self._settled(queue, batch, [])
+                await self._around.trouble(error, f"worker {self.name} could not settle jobs of {queue}")
+            else:
+                self._settled(queue, batch, replies)
+
+    async def _settle_one(self, queue: str, outcome: _Outcome) -> None:
+        """Something in a batch was refused: a result that is too large, most likely. That job fails, it would not do
+        better a second time; an error that is too large is cut."""
+        job, settlement, run = outcome
+        policy = self._handlers[queue].policy
+        attempts = [settlement]
+        while attempts:
+            settlement = attempts.pop(0)
+            try:
+                replies = await self._send(queue, [settlement])
+            except (PayloadRejected, OptionError) as error:
+                await self._around.trouble(error, f"what became of job {job.id!r:.80} in {queue} was refused")
+                if settlement is outcome[1]:
+                    attempts = smaller(job, settlement, policy, str(error))
+            else:
+                self._settled(queue, [(job, settlement, run)], replies)
+                return
+        self._settled(queue, [outcome], [])
+
+    async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[Settled]:
+        """Settle, and try again for as long as the storage cannot be reached: what ended must not run again."""
+        pause = TRY_AGAIN_S[0]
+        give_up_at: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await self._storage.settle(queue, batch, worker=self.name)
+            except StorageUnavailable as error:
+                await self._around.trouble(error, f"worker {self.name} could not settle {len(batch)} jobs of {queue}")
+            if self._nothing_left:
+                give_up_at = give_up_at or loop.time() + GIVE_UP_S
+                if loop.time() >= give_up_at:
+                    log.error("worker %s gives up on %d ended jobs of %s: they run again", self.name, len(batch), queue)
+                    return [Settled.LOST] * len(batch)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, TRY_AGAIN_S[1])
+
+    def _settled(self, queue: str, batch: Sequence[_Outcome], replies: Sequence[Settled]) -> None:
+        """Let the leases go. Without replies nobody knows what became of them: they expire."""
+        now = asyncio.get_running_loop().time()
+        for (job, settlement, run), reply in itertools.zip_longest(batch, replies):
+            if run is not None:
+                self._runs.pop(run.key, None)
+            if reply is Settled.LOST:
+                log.warning("job %r of %s was settled by another: what this run gave is refused", job.id, queue)
+            elif reply is Settled.OK and self._on_event:
+                self._events.put_nowait(_event_of(queue, job, settlement, now - run.started_at if run else 0.0))
+
+    async def _tell(self) -> None:
+        """Events to their hooks, in order, apart from the drain: a slow hook holds nothing up."""
+        while (event := await self._events.get()) is not None:
+            for hook in self._on_event:
+                try:
+                    await given(hook(event))
+                except (Exception, SystemExit) as error:
+                    await self._around.trouble(error, f"on_event, for {event.kind} of job {event.id!r:.80}")
+
+
+_Outcome = tuple[Job, Settlement, Run | None]
+
+
+def _event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
+    kind, error = Kind.RELEASED, None
+    match settlement:
+        case Complete():
+            kind = Kind.COMPLETED
+        case Fail():
+            kind, error = Kind.FAILED, settlement.error
+        case Retry():
+            kind, error = (Kind.TIMED_OUT if settlement.counts == "timeouts" else Kind.RETRIED), settlement.error
+        case Release():
+            pass
+    told = None if error is None else msgspec.json.decode(error, type=JobError)
+    return RunEvent(kind=kind, queue=queue, id=job.id, attempt=job.attempts, seconds=seconds, error=told)
+
+
+def _batches(outcomes: Sequence[_Outcome]) -> Iterator[list[_Outcome]]:
+    batch: list[_Outcome] = []
+    size = 0
+    for outcome in outcomes:
+        more = _size(outcome[1])
+        if batch and (len(batch) == MAX_ITEMS or size + more > MAX_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(outcome)
+        size += more
+    if batch:
+        yield batch
+
+
+def _size(settlement: Settlement) -> int:
+    match settlement:
+        case Complete():
+            return len(settlement.result or b"")
+        case Fail():
+            follow_up = settlement.follow_up
+            return len(settlement.error) + len((follow_up.payload if follow_up else None) or b"")
+        case Retry():
+            return len(settlement.error or b"")
+        case Release():
+            return 0

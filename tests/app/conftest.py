@@ -1,0 +1,83 @@
+"""Every test that takes an `app` runs once per storage, on real time, and ends with a clean audit of all its queues.
+
+`make_app()` gives another app at the same place, as another program has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast
+from tests import servers
+from tests.storage import keyspace
+
+STORAGES = ["memory", "sqlite", "valkey"]
+
+
+class Place:
+    """Where the jobs of one test are."""
+
+    def __init__(self, storage: str, folder: Path) -> None:
+        self.storage = storage
+        self.namespace = f"test-{uuid.uuid4().hex[:12]}"
+        if storage == "memory":
+            self.url = f"memory://{uuid.uuid4().hex}"
+        elif storage == "sqlite":
+            self.url = f"sqlite:///{folder}/jobs.db"
+        else:
+            server = servers.shared("valkey")
+            assert server is not None
+            self.url = server.url
+
+    def app(self, **options: Any) -> Holdfast[Any]:
+        return Holdfast(self.url, namespace=self.namespace, **options)
+
+    def clear(self) -> list[str]:
+        server = servers.shared("valkey") if self.storage == "valkey" else None
+        return [] if server is None else keyspace.clear(server, self.namespace)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
+        only: tuple[str, ...] = getattr(metafunc.module, "STORAGES", tuple(STORAGES))
+        names = [name for name in STORAGES if name in wanted and name in only]
+        metafunc.parametrize("place", names, indirect=True)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = Place(request.param, tmp_path)
+    yield place
+    assert place.clear() == []
+
+
+@pytest.fixture
+def make_app(place: Place) -> Callable[..., Holdfast[Any]]:
+    return place.app
+
+
+@pytest.fixture
+async def app(make_app: Callable[..., Holdfast[Any]]) -> AsyncIterator[Holdfast[Any]]:
+    """An app that is open. At the end nothing may be wrong in any of its queues."""
+    async with make_app() as app:
+        yield app
+        for queue in (await app.stats()).queues:
+            assert (await app.queue(queue.queue).repair(dry_run=True)).problems == []
+
+
+async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
+    """Wait until something is so, and fail if it does not become so. `true` may be async."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        told = true()
+        if await told if asyncio.iscoroutine(told) else told:
+            return
+        assert asyncio.get_running_loop().time() < deadline, f"it did not happen within {seconds} s"
+        await asyncio.sleep(0.01)

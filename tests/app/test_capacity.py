@@ -1,0 +1,344 @@
+"""How many runs at a time, and of which queues: sizes, caps, priorities, fair shares, patterns, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast, OptionError
+from tests.app.conftest import until
+
+App = Holdfast[Any]
+
+
+class Gauge:
+    """Counts runs at the same time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most = 0
+        self.ended = 0
+
+    async def run(self, seconds: float = 0.02) -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self.now -= 1
+            self.ended += 1
+
+
+async def test_a_tasks_concurrency_is_a_cap_that_is_used(app: App) -> None:
+    gauge = Gauge()
+
+    @app.task(name="t", concurrency=3)
+    async def work() -> None:
+        await gauge.run()
+
+    async with app.worker():
+        await app.enqueue_many(work.bind() for _ in range(15))
+        await until(lambda: gauge.ended == 15)
+    assert gauge.most == 3
+
+
+async def test_a_cap_holds_for_sync_runs(app: App) -> None:
+    lock = threading.Lock()
+    running: list[int] = [0, 0, 0]
+
+    @app.task(name="t", concurrency=2)
+    def work() -> None:
+        with lock:
+            running[0] += 1
+            running[1] = max(running[1], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+            running[2] += 1
+
+    async with app.worker():
+        await app.enqueue_many(work.bind() for _ in range(10))
+        await until(lambda: running[2] == 10)
+    assert running[1] == 2
+
+
+async def test_a_workers_concurrency_limits_all_its_queues_together(app: App) -> None:
+    gauge = Gauge()
+
+    @app.task(name="a")
+    async def one() -> None:
+        await gauge.run()
+
+    @app.task(name="b")
+    async def other() -> None:
+        await gauge.run()
+
+    async with app.worker(concurrency=4):
+        await app.enqueue_many(task.bind() for task in (one, other) for _ in range(12))
+        await until(lambda: gauge.ended == 24)
+    assert gauge.most == 4
+
+
+async def test_runs_take_as_much_of_the_worker_as_their_size_says(app: App) -> None:
+    gauge = Gauge()
+
+    @app.task(name="t", size=300)
+    async def large() -> None:
+        await gauge.run()
+
+    async with app.worker():
+        await app.enqueue_many(large.bind() for _ in range(10))
+        await until(lambda: gauge.ended == 10)
+    assert gauge.most == 3
+
+
+async def test_a_run_larger_than_the_worker_runs_alone(app: App) -> None:
+    gauge = Gauge()
+
+    @app.task(name="t", size=5_000)
+    async def huge() -> None:
+        await gauge.run()
+
+    async with app.worker():
+        await app.enqueue_many(huge.bind() for _ in range(4))
+        await until(lambda: gauge.ended == 4)
+    assert gauge.most == 1
+
+
+async def test_a_worker_holds_no_more_than_it_runs(app: App) -> None:
+    gauge = Gauge()
+    go_on = asyncio.Event()
+
+    @app.task(name="t", concurrency=2)
+    async def work() -> None:
+        gauge.now += 1
+        await go_on.wait()
+
+    async with app.worker():
+        await app.enqueue_many(work.bind() for _ in range(10))
+        await until(lambda: gauge.now == 2)
+        await asyncio.sleep(0.1)
+        stats = await app.queue("t").stats()
+        go_on.set()
+    assert (stats.running, stats.ready) == (2, 8)
+
+
+async def test_the_queue_of_higher_priority_goes_first(app: App) -> None:
+    order: list[str] = []
+
+    @app.task(name="a", queue_priority=10)
+    async def low() -> None:
+        order.append("low")
+
+    @app.task(name="b", queue_priority=200)
+    async def high() -> None:
+        order.append("high")
+
+    await app.enqueue_many(low.bind() for _ in range(5))
+    await app.enqueue_many(high.bind() for _ in range(5))
+    async with app.worker(concurrency=1):
+        await until(lambda: len(order) == 10)
+    assert order == ["high"] * 5 + ["low"] * 5
+
+
+async def test_the_lowest_queue_has_its_turn_while_a_higher_one_is_never_empty(app: App) -> None:
+    order: list[str] = []
+
+    @app.task(name="a", queue_priority=10)
+    async def low() -> None:
+        order.append("low")
+
+    @app.task(name="b", queue_priority=200)
+    async def high() -> None:
+        order.append("high")
+        if "low" not in order:
+            await high.enqueue()
+
+    await low.enqueue()
+    await app.enqueue_many(high.bind() for _ in range(5))
+    async with app.worker(concurrency=1):
+        await until(lambda: "low" in order)
+    assert order.index("low") <= 64
+
+
+async def test_queues_of_one_priority_share_a_worker_with_one_place(app: App) -> None:
+    counts: Counter[str] = Counter()
+    stop = False
+
+    @app.task(name="a")
+    async def one() -> None:
+        counts["a"] += 1
+        if not stop:
+            await one.enqueue()
+
+    @app.task(name="b")
+    async def other() -> None:
+        counts["b"] += 1
+        if not stop:
+            await other.enqueue()
+
+    await app.enqueue_many(task.bind() for task in (one, other) for _ in range(3))
+    async with app.worker(concurrency=1):
+        await until(lambda: counts["a"] + counts["b"] >= 200, 20)
+        stop = True
+    assert min(counts["a"], counts["b"]) >= 40
+
+
+async def test_every_queue_of_the_lowest_priority_has_its_turn(app: App) -> None:
+    counts: Counter[str] = Counter()
+    stop = False
+
+    @app.task(name="h", queue_priority=200)
+    async def high() -> None:
+        counts["h"] += 1
+        if not stop:
+            await high.enqueue()
+
+    @app.task(name="a", queue_priority=10)
+    async def one() -> None:
+        counts["a"] += 1
+        if not stop:
+            await one.enqueue()
+
+    @app.task(name="b", queue_priority=10)
+    async def other() -> None:
+        counts["b"] += 1
+        if not stop:
+            await other.enqueue()
+
+    await app.enqueue_many(task.bind() for task in (one, other, high) for _ in range(2))
+    async with app.worker(concurrency=1):
+        await until(lambda: counts["a"] + counts["b"] >= 8, 20)
+        stop = True
+    assert counts["a"] > 0
+    assert counts["b"] > 0
+
+
+async def test_a_slow_queue_does_not_keep_another_from_running(app: App) -> None:
+    slow_runs = Gauge()
+    quick: list[int] = []
+
+    @app.task(name="a", concurrency=5)
+    async def slow() -> None:
+        await slow_runs.run(20)
+
+    @app.task(name="b")
+    async def fast(number: int) -> None:
+        quick.append(number)
+
+    async with app.worker(grace=0):
+        await app.enqueue_many(slow.bind() for _ in range(50))
+        await until(lambda: slow_runs.now == 5)
+        await app.enqueue_many(fast.bind(n) for n in range(100))
+        await until(lambda: len(quick) == 100)
+        assert slow_runs.now == 5
+
+
+async def test_a_place_that_is_freed_is_given_away_at_once(app: App) -> None:
+    gauge = Gauge()
+
+    @app.task(name="t", concurrency=1)
+    async def work() -> None:
+        await gauge.run(0)
+
+    async with app.worker():
+        begin = time.monotonic()
+        await app.enqueue_many(work.bind() for _ in range(30))
+        await until(lambda: gauge.ended == 30, 20)
+    assert time.monotonic() - begin < 10  # At one look a second it would be half a minute.
+
+
+async def test_a_worker_serves_the_queues_that_match(app: App) -> None:
+    ran: list[str] = []
+
+    def task(name: str) -> Any:
+        async def note() -> None:
+            ran.append(name)
+
+        return app.task(name=name)(note)
+
+    tasks = {name: task(name) for name in ("reports.daily", "reports.weekly", "mail.send", "mail.sort")}
+
+    @tasks["mail.send"].on_failure
+    async def failed(failure: Any) -> None: ...
+
+    worker = app.worker(["reports.*", "mail.send"])
+    assert sorted(worker.queues) == ["mail.send", "mail.send/failed", "reports.daily", "reports.weekly"]
+    async with worker:
+        for each in tasks.values():
+            await each.enqueue()
+        await until(lambda: len(ran) == 3)
+    assert sorted(ran) == ["mail.send", "reports.daily", "reports.weekly"]
+    assert (await app.queue("mail.sort").stats()).ready == 1
+    async with app.worker("mail.sort"):
+        await until(lambda: len(ran) == 4)
+
+
+async def test_a_pattern_that_matches_nothing_is_refused(app: App) -> None:
+    @app.task(name="reports.daily")
+    async def report() -> None: ...
+
+    with pytest.raises(OptionError, match=r"report\.\*"):
+        app.worker(["reports.*", "report.*"])
+
+
+async def test_a_paused_queue_keeps_its_jobs_and_runs_go_on(app: App) -> None:
+    started: list[int] = []
+    go_on = asyncio.Event()
+
+    @app.task(name="t")
+    async def work(number: int) -> int:
+        started.append(number)
+        await go_on.wait()
+        return number
+
+    async with app.worker():
+        first = await work.enqueue(1)
+        await until(lambda: started)
+        await app.queue("t").pause(reason="release")
+        second = await work.enqueue(2)
+        go_on.set()
+        assert await first.result(wait=10) == 1
+        await asyncio.sleep(0.1)
+        stats = await app.queue("t").stats()
+        assert (stats.paused, stats.reason, stats.ready, started) == (True, "release", 1, [1])
+        await app.queue("t").resume()
+        assert await second.result(wait=10) == 2
+
+
+async def test_a_paused_queue_costs_its_neighbours_nothing(app: App) -> None:
+    done: list[int] = []
+
+    @app.task(name="a")
+    async def paused() -> None: ...
+
+    @app.task(name="b")
+    async def work(number: int) -> None:
+        done.append(number)
+
+    await app.queue("a").pause()
+    async with app.worker(concurrency=1):
+        await app.enqueue_many(paused.bind() for _ in range(20))
+        await app.enqueue_many(work.bind(n) for n in range(20))
+        await until(lambda: len(done) == 20)
+    assert (await app.queue("a").stats()).ready == 20
+
+
+async def test_a_worker_with_many_queues_serves_them_all(app: App) -> None:
+    done: set[str] = set()
+
+    def task(name: str) -> Any:
+        async def note() -> None:
+            done.add(name)
+
+        return app.task(name=name)(note)
+
+    tasks = [task(f"q{n}") for n in range(60)]
+    async with app.worker():
+        await app.enqueue_many(task.bind() for task in tasks)
+        await until(lambda: len(done) == 60, 20)

@@ -1,0 +1,551 @@
+"""What an app puts around its runs: shared resources, middleware, `after_execution`, `on_event`, `on_error`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from holdfast import (
+    CurrentJob,
+    Execution,
+    Failure,
+    Holdfast,
+    JobError,
+    JobFailed,
+    Kind,
+    PermanentError,
+    RunEvent,
+    State,
+    current_job,
+)
+from tests.app.conftest import until
+
+App = Holdfast[Any]
+MakeApp = Callable[..., App]
+
+
+# Resources
+
+
+async def test_resources_are_made_once_per_worker_and_left_after_its_runs(make_app: MakeApp) -> None:
+    log: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[dict[str, str]]:
+        log.append("enter")
+        yield {"pool": "of connections"}
+        log.append("leave")
+
+    async with make_app(lifespan=lifespan) as app:
+
+        @app.task(name="a")
+        async def use(number: int) -> str:
+            pool: str = app.resources["pool"]
+            await asyncio.sleep(0.05)
+            log.append("run")
+            return pool
+
+        @app.task(name="s")
+        def sync_use() -> str:
+            return str(current_job().resources["pool"])
+
+        async with app.worker():
+            handles = [await use.using(id=f"j{n}").enqueue(n) for n in range(3)]
+            assert await sync_use.using(wait=10).call() == "of connections"
+            await until(lambda: _all_started(app, "a"))
+        assert [await handle.result(wait=0) for handle in handles] == ["of connections"] * 3
+        assert log == ["enter", "run", "run", "run", "leave"]
+        async with app.worker():
+            assert await use.using(wait=10).call(9) == "of connections"
+        assert log[5:] == ["enter", "run", "leave"]
+
+
+async def test_resources_are_left_after_runs_that_a_shutdown_cancelled(make_app: MakeApp) -> None:
+    log: list[str] = []
+    started = asyncio.Event()
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        yield
+        log.append("leave")
+
+    async with make_app(lifespan=lifespan) as app:
+
+        @app.task(name="t")
+        async def slow() -> None:
+            started.set()
+            try:
+                await asyncio.sleep(30)
+            finally:
+                await asyncio.sleep(0.1)
+                log.append("cleaned up")
+
+        async with app.worker(grace=0):
+            await slow.enqueue()
+            await started.wait()
+        assert log == ["cleaned up", "leave"]
+
+
+async def test_a_worker_whose_resources_cannot_be_made_does_not_start(make_app: MakeApp) -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        raise ConnectionError("no database")
+        yield
+
+    async with make_app(lifespan=lifespan) as app:
+
+        @app.task(name="t")
+        async def work() -> None: ...
+
+        handle = await work.enqueue()
+        with pytest.raises(ConnectionError, match="no database"):
+            await app.worker().run()
+        assert await handle.state() is State.WAITING
+
+
+# Middleware
+
+
+async def test_middleware_goes_around_runs_in_the_order_it_was_added(app: App) -> None:
+    log: list[str] = []
+
+    @app.middleware
+    async def outer(job: CurrentJob, proceed: Any) -> Any:
+        log.append(f"outer {job.id}")
+        result = await proceed()
+        log.append("outer end")
+        return f"<{result}>"
+
+    @app.middleware
+    async def inner(job: CurrentJob, proceed: Any) -> Any:
+        log.append(f"inner {current_job().id}")
+        result = await proceed()
+        log.append("inner end")
+        return f"[{result}]"
+
+    @app.task(name="a")
+    async def work() -> str:
+        log.append("run")
+        return "result"
+
+    @app.task(name="s")
+    def sync_work() -> str:
+        log.append("run")
+        return "result"
+
+    expected = ["outer j", "inner j", "run", "inner end", "outer end"]
+    async with app.worker():
+        for task in (work, sync_work):
+            log.clear()
+            assert await task.using(id="j", wait=10).call() == "<[result]>"
+            assert log == expected
+
+
+async def test_middleware_sees_errors_may_swallow_them_and_may_raise(app: App) -> None:
+    seen: list[str] = []
+
+    @app.middleware
+    async def around(job: CurrentJob, proceed: Any) -> Any:
+        if job.id == "refused":
+            raise PermanentError("not today")
+        try:
+            return await proceed()
+        except ValueError as error:
+            seen.append(str(error))
+            return "swallowed"
+
+    @app.task(name="t")
+    async def fails() -> str:
+        raise ValueError("from the handler")
+
+    async with app.worker():
+        assert await fails.using(id="j", wait=10).call() == "swallowed"
+        with pytest.raises(JobFailed, match="not today"):
+            await fails.using(id="refused", wait=10).call()
+    assert seen == ["from the handler"]
+
+
+async def test_what_middleware_sets_in_the_context_the_handler_sees(app: App) -> None:
+    import contextvars
+
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant")
+
+    @app.middleware
+    async def around(job: CurrentJob, proceed: Any) -> Any:
+        tenant.set(f"tenant of {job.id}")
+        return await proceed()
+
+    @app.task(name="a")
+    async def work() -> str:
+        return tenant.get()
+
+    @app.task(name="s")
+    def sync_work() -> str:
+        return tenant.get()
+
+    async with app.worker():
+        assert await work.using(id="j", wait=10).call() == "tenant of j"
+        assert await sync_work.using(id="k", wait=10).call() == "tenant of k"
+
+
+async def test_middleware_goes_around_fail_handlers_too(app: App) -> None:
+    queues: list[str] = []
+    told: list[Failure] = []
+
+    @app.middleware
+    async def around(job: CurrentJob, proceed: Any) -> Any:
+        queues.append(job.queue)
+        return await proceed()
+
+    @app.task(name="t", max_retries=0)
+    async def fails() -> None:
+        raise ValueError
+
+    @fails.on_failure
+    async def note(failure: Failure) -> None:
+        told.append(failure)
+
+    async with app.worker():
+        await fails.enqueue()
+        await until(lambda: told)
+    assert queues == ["t", "t/failed"]
+
+
+# after_execution
+
+
+async def test_after_execution_is_told_of_the_end_of_a_job(app: App) -> None:
+    told: list[Execution] = []
+
+    @app.after_execution
+    def note(execution: Execution) -> None:
+        told.append(execution)
+
+    @app.task(name="t", min_backoff=0)
+    async def fails_once(number: int) -> int:
+        if current_job().attempt == 1:
+            raise ValueError
+        await asyncio.sleep(0.02)
+        return number * 2
+
+    async with app.worker(name="w"):
+        assert await fails_once.using(id="j", wait=10).call(4) == 8
+    (execution,) = told  # A run that is retried is no end.
+    assert (execution.queue, execution.id, execution.attempt, execution.worker) == ("t", "j", 2, "w")
+    assert (execution.payload.number, execution.result, execution.error) == (4, 8, None)
+    assert 0.01 < execution.seconds < 10
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app: App, kind: str) -> None:
+    changed: list[Any] = []
+    if kind == "async":
+
+        @app.after_execution
+        async def change(execution: Execution) -> None:
+            await asyncio.sleep(0)
+            execution.result = {"changed": execution.result}
+            execution.ttl = 0.4
+            changed.append(execution.result)
+    else:
+
+        @app.after_execution
+        def change(execution: Execution) -> None:
+            execution.result = {"changed": execution.result}
+            execution.ttl = timedelta(seconds=0.4)
+            changed.append(execution.result)
+
+    @app.task(name="t", result_ttl=3600)
+    async def work() -> Any:
+        return 1
+
+    async with app.worker():
+        handle = await work.using(id="j").enqueue()
+        await until(lambda: _is(handle.state, State.COMPLETED))
+        await until(lambda: _is(handle.state, None))
+    assert changed == [{"changed": 1}]
+
+
+async def test_a_caller_gets_the_result_that_after_execution_made(app: App) -> None:
+    @app.after_execution
+    def change(execution: Execution) -> None:
+        execution.result *= 2
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 21
+
+    async with app.worker():
+        assert await work.using(wait=10).call() == 42
+
+
+async def test_after_execution_may_change_the_error(app: App) -> None:
+    @app.after_execution
+    async def change(execution: Execution) -> None:
+        assert execution.error is not None
+        execution.error = JobError(type="Masked", message="no secrets", kind=execution.error.kind)
+
+    told: list[Failure] = []
+
+    @app.task(name="t", max_retries=0)
+    async def fails() -> None:
+        raise ValueError("password=hunter2")
+
+    @fails.on_failure
+    async def note(failure: Failure) -> None:
+        told.append(failure)
+
+    async with app.worker():
+        handle = await fails.enqueue()
+        with pytest.raises(JobFailed) as raised:
+            await handle.result(wait=10)
+        await until(lambda: told)
+    assert (raised.value.error.type, raised.value.error.message, raised.value.kind) == (
+        *("Masked", "no secrets"),
+        "retriable",
+    )
+    assert told[0].error.message == "no secrets"
+    assert "hunter2" not in repr(told[0])
+
+
+@pytest.mark.parametrize("trouble", ["raises", "raises later", "negative ttl", "no ttl", "no error"])
+async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, trouble: str) -> None:
+    errors: list[tuple[BaseException, str]] = []
+
+    @app.on_error
+    def note(error: BaseException, where: str) -> None:
+        errors.append((error, where))
+
+    @app.after_execution
+    async def wrong(execution: Execution) -> None:
+        if execution.error is not None:
+            if trouble == "no error":
+                execution.error = "just text"  # type: ignore[assignment]
+            return
+        execution.result = "changed"
+        if trouble == "raises":
+            raise LookupError("in the hook")
+        if trouble == "negative ttl":
+            execution.ttl = -1
+        if trouble == "no ttl":
+            execution.ttl = "soon"  # type: ignore[assignment]
+
+    if trouble == "raises later":
+
+        @app.after_execution
+        def second(execution: Execution) -> None:
+            raise LookupError("in the second hook")
+
+    @app.task(name="t", max_retries=0)
+    async def work(good: bool) -> str:
+        if not good:
+            raise ValueError("its own")
+        return "as it was"
+
+    async with app.worker():
+        if trouble == "no error":
+            with pytest.raises(JobFailed, match="its own"):
+                await work.using(id="j", wait=10).call(False)
+        else:
+            assert await work.using(id="j", wait=10).call(True) == "as it was"
+    assert len(errors) == 1
+    assert "after_execution" in errors[0][1]
+    assert "'j'" in errors[0][1]
+
+
+# on_event
+
+
+async def test_events_tell_what_a_worker_did_in_order(app: App) -> None:
+    events: list[RunEvent] = []
+
+    @app.on_event
+    async def note(event: RunEvent) -> None:
+        events.append(event)
+
+    @app.task(name="t", min_backoff=0, timeout=0.05, max_timeouts=1, max_retries=1)
+    async def lively() -> None:
+        attempt = current_job().attempt
+        if attempt == 1:
+            raise ValueError("once")
+        if attempt == 2:
+            await asyncio.sleep(30)
+        if attempt == 3:
+            raise PermanentError("enough")
+
+    async with app.worker():
+        with pytest.raises(JobFailed):
+            await lively.using(id="j", wait=10).call()
+    assert [(event.kind, event.attempt) for event in events] == [
+        (Kind.CLAIMED, 1),
+        (Kind.RETRIED, 1),
+        (Kind.CLAIMED, 2),
+        (Kind.TIMED_OUT, 2),
+        (Kind.CLAIMED, 3),
+        (Kind.FAILED, 3),
+    ]
+    assert {(event.queue, event.id) for event in events} == {("t", "j")}
+    errors = [event.error and event.error.type for event in events]
+    assert errors == [None, "ValueError", None, "TimeoutError", None, "PermanentError"]
+    assert events[3].seconds >= 0.04
+
+
+async def test_events_of_completed_and_released_runs(app: App) -> None:
+    events: list[tuple[str, Kind]] = []
+    started = asyncio.Event()
+
+    @app.on_event
+    def note(event: RunEvent) -> None:
+        events.append((event.id, event.kind))
+
+    @app.task(name="t")
+    async def work(slow: bool) -> None:
+        if slow:
+            started.set()
+            await asyncio.sleep(30)
+
+    async with app.worker(grace=0):
+        await work.using(id="quick", wait=10).call(False)
+        await work.using(id="slow").enqueue(True)
+        await started.wait()
+    assert events == [
+        *(("quick", Kind.CLAIMED), ("quick", Kind.COMPLETED)),
+        *(("slow", Kind.CLAIMED), ("slow", Kind.RELEASED)),
+    ]
+
+
+async def test_an_event_hook_that_fails_or_is_slow_holds_nothing_up(app: App) -> None:
+    errors: list[str] = []
+    seen: dict[str, list[str]] = defaultdict(list)
+    go_on = asyncio.Event()
+
+    @app.on_error
+    async def trouble(error: BaseException, where: str) -> None:
+        errors.append(f"{where}: {error}")
+
+    @app.on_event
+    async def slow_and_broken(event: RunEvent) -> None:
+        await go_on.wait()
+        raise LookupError("broken hook")
+
+    @app.on_event
+    def other(event: RunEvent) -> None:
+        seen[event.id].append(event.kind)
+
+    @app.task(name="t", concurrency=1)
+    async def work(number: int) -> int:
+        return number
+
+    async with app.worker():
+        handles = await app.enqueue_many(work.bind(n) for n in range(8))
+        assert [await handle.result(wait=10) for handle in handles] == list(range(8))
+        assert seen == {}
+        go_on.set()
+    assert all(kinds == ["claimed", "completed"] for kinds in seen.values())
+    assert len(seen) == 8
+    assert len(errors) == 16
+    assert "broken hook" in errors[0]
+
+
+# on_error
+
+
+async def test_an_error_hook_that_fails_does_no_harm(app: App) -> None:
+    told: list[str] = []
+
+    @app.on_error
+    def broken(error: BaseException, where: str) -> None:
+        told.append(where)
+        raise RuntimeError("the hook for errors has one")
+
+    @app.after_execution
+    def wrong(execution: Execution) -> None:
+        raise LookupError
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 1
+
+    async with app.worker():
+        assert await work.using(wait=10).call() == 1
+        assert await work.using(wait=10).call() == 1
+    assert len(told) == 2
+
+
+async def test_without_an_error_hook_trouble_is_logged(app: App, caplog: pytest.LogCaptureFixture) -> None:
+    @app.after_execution
+    def wrong(execution: Execution) -> None:
+        raise LookupError("nobody listens")
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 1
+
+    async with app.worker():
+        assert await work.using(wait=10).call() == 1
+    assert "nobody listens" in caplog.text
+
+
+async def test_a_jobs_own_failure_is_no_trouble_of_the_worker(app: App) -> None:
+    told: list[str] = []
+
+    @app.on_error
+    def note(error: BaseException, where: str) -> None:
+        told.append(where)
+
+    @app.task(name="t", max_retries=1, min_backoff=0)
+    def fails() -> None:
+        raise ValueError
+
+    async with app.worker():
+        with pytest.raises(JobFailed):
+            await fails.using(wait=10).call()
+    assert told == []
+
+
+async def test_a_hook_that_raises_system_exit_does_not_hang_its_job(app: App) -> None:
+    @app.after_execution
+    def wrong(execution: Execution) -> None:
+        raise SystemExit
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 1
+
+    async with app.worker(grace=0.1):
+        assert await work.using(wait=3).call() == 1
+
+
+async def test_sync_hooks_run_on_the_workers_loop(app: App) -> None:
+    threads: set[str] = set()
+
+    @app.after_execution
+    def after(execution: Execution) -> None:
+        threads.add(threading.current_thread().name)
+
+    @app.on_event
+    def event(event: RunEvent) -> None:
+        threads.add(threading.current_thread().name)
+
+    @app.task(name="t")
+    def work() -> int:
+        return 1
+
+    async with app.worker():
+        assert await work.using(wait=10).call() == 1
+    assert threads == {threading.current_thread().name}
+
+
+async def _all_started(app: App, queue: str) -> bool:
+    return (await app.queue(queue).stats()).ready == 0
+
+
+async def _is(ask: Callable[[], Any], value: object) -> bool:
+    return bool(await ask() is value)

@@ -1,0 +1,346 @@
+"""Enqueueing in somebody's pipeline on Redis and Valkey: what a server may do to it, and what it brings along."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import pytest
+import redis
+import redis.asyncio
+from redis.cluster import RedisCluster
+from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError, WatchError
+
+from holdfast.clock import ManualClock
+from holdfast.errors import OptionError
+from holdfast.events import Kind, Topic
+from holdfast.jobs import Placed, Request, Update, Work
+from holdfast.storage import connect
+from holdfast.storage.redis import RedisStorage
+from holdfast.storage.redis.library import BODY, INJECTED_CLOCK, Library
+from tests import servers
+from tests.redis.conftest import contents, key, namespace_of, opened
+from tests.servers import Server
+from tests.storage import keyspace
+from tests.storage.stage import Stage, heard
+
+MOST_BYTES = 36_000
+"""How much a transaction may have to carry for each call."""
+
+
+@pytest.fixture(params=["valkey", "redis"])
+def server(request: pytest.FixtureRequest) -> Server:
+    found = servers.shared(request.param)
+    if found is None:
+        pytest.skip(servers.not_found())
+    return found
+
+
+@pytest.fixture
+async def stage(server: Server) -> AsyncIterator[Stage]:
+    async with opened(server.url) as stage:
+        yield stage
+        assert await stage.problems() == []
+    assert keyspace.clear(server, namespace_of(stage)) == []
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[redis.Redis]:
+    client = redis.Redis(port=server.port)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def note(client: redis.Redis) -> Iterator[str]:
+    """A key of the caller's own."""
+    name = f"note-{uuid.uuid4().hex}"
+    yield name
+    client.delete(name)
+
+
+def request(id: str = "a", payload: bytes | None = b"payload", **options: Any) -> Request:
+    return Request(id, Work(payload), named=True, **options)
+
+
+# Transactions that do not happen
+
+
+async def test_a_watched_key_that_changed_undoes_the_job_too(stage: Stage, client: redis.Redis, note: str) -> None:
+    with client.pipeline() as pipeline:
+        pipeline.watch(note)  # type: ignore[no-untyped-call]
+        pipeline.multi()
+        pipeline.incr(note)
+        stage.storage.enqueue_in(pipeline, "q", [request()])
+        client.set(note, 5)
+        with pytest.raises(WatchError):
+            pipeline.execute()
+    assert (client.get(note), await stage.get()) == (b"5", None)
+
+
+async def test_a_watched_key_that_did_not_change_lets_the_job_be(stage: Stage, client: redis.Redis, note: str) -> None:
+    def bill(pipeline: Any) -> None:
+        pipeline.get(note)
+        pipeline.multi()
+        pipeline.incr(note)
+        stage.storage.enqueue_in(pipeline, "q", [request()])
+
+    client.transaction(bill, note)
+    assert (client.get(note), (await stage.the()).id) == (b"1", "a")
+
+
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+async def test_a_pipeline_that_would_send_at_once_is_refused(server: Server, stage: Stage, kind: str) -> None:
+    if kind == "blocking":
+        client: Any = redis.Redis(port=server.port)
+        pipeline: Any = client.pipeline()
+        pipeline.watch("x")
+    else:
+        client = redis.asyncio.Redis(port=server.port)
+        pipeline = client.pipeline()
+        await pipeline.watch("x")
+    with pytest.raises(OptionError, match=r"multi\(\) first"):
+        stage.storage.enqueue_in(pipeline, "q", [request()])
+    pipeline.multi()
+    stage.storage.enqueue_in(pipeline, "q", [request()])
+    assert await stage.get() is None
+    for left in (pipeline.reset(), client.aclose() if kind == "asyncio" else client.close()):
+        if left is not None:
+            await left
+
+
+async def test_another_command_that_is_refused_undoes_the_job_too(stage: Stage, client: redis.Redis) -> None:
+    pipeline = client.pipeline()
+    stage.storage.enqueue_in(pipeline, "q", [request()])
+    pipeline.execute_command("NO", "SUCH", "COMMAND")  # type: ignore[no-untyped-call]
+    with pytest.raises((ResponseError, ExecAbortError)):
+        pipeline.execute()
+    assert await stage.get() is None
+
+
+@pytest.mark.parametrize("name", ["valkey", "redis"])
+async def test_a_full_server_refuses_the_whole_transaction(name: Any) -> None:
+    if servers.shared(name) is None:
+        pytest.skip(servers.not_found())
+    with Server(name) as server:
+        async with opened(server.url) as stage:
+            await stage.enqueue("before")
+            server.command("CONFIG", "SET", "maxmemory", "1")
+            with redis.Redis(port=server.port) as client:
+                pipeline = client.pipeline()
+                pipeline.delete(key(stage, "jobs"))  # Even a full server deletes.
+                stage.storage.enqueue_in(pipeline, "q", [request()])
+                with pytest.raises((OutOfMemoryError, ExecAbortError)):
+                    pipeline.execute()
+            server.command("CONFIG", "SET", "maxmemory", "0")
+            assert [job.id for job in await stage.claim(5)] == ["before"]
+
+
+async def test_a_replica_refuses_the_whole_transaction(server: Server, stage: Stage) -> None:
+    with Server("valkey", "--replicaof", "127.0.0.1 1") as replica, redis.Redis(port=replica.port) as client:
+        pipeline = client.pipeline()
+        stage.storage.enqueue_in(pipeline, "q", [request()])
+        with pytest.raises((ReadOnlyError, ExecAbortError)):
+            pipeline.execute()
+
+
+async def test_a_queue_of_a_newer_release_is_left_alone(stage: Stage, client: redis.Redis, note: str) -> None:
+    client.set(key(stage, "ledger"), b"\xa2newer")
+    pipeline = client.pipeline()
+    pipeline.incr(note)
+    stage.storage.enqueue_in(pipeline, "q", [request()])
+    with pytest.raises(ResponseError, match="HOLDFAST_LAYOUT 2"):
+        pipeline.execute()
+    assert (client.get(key(stage, "ledger")), client.exists(key(stage, "jobs"))) == (b"\xa2newer", 0)
+    assert client.get(note) == b"1"
+    client.delete(key(stage, "ledger"))
+
+
+# What the server knows, and who hears of it
+
+
+async def test_a_server_that_has_forgotten_all_scripts_needs_none(stage: Stage, client: redis.Redis) -> None:
+    await stage.enqueue("before")
+    pipeline = client.pipeline()
+    stage.storage.enqueue_in(pipeline, "q", [request("a")])
+    stage.storage.enqueue_in(pipeline, "q", [request("b")])
+    client.function_flush()
+    client.script_flush()
+    pipeline.execute()
+    assert [job.id for job in await stage.claim(5)] == ["before", "a", "b"]
+
+
+async def test_a_worker_that_waits_is_woken(stage: Stage, client: redis.Redis) -> None:
+    async with stage.storage.subscribe(Topic("q", "wake")) as woken, stage.storage.subscribe(Topic("q")) as events:
+        pipeline = client.pipeline()
+        stage.storage.enqueue_in(pipeline, "q", [request("a"), request("b")])
+        pipeline.execute()
+        async with asyncio.timeout(10):
+            assert (await anext(woken)).queue == "q"
+        assert await heard(events, 2) == [(Kind.ENQUEUED, "a"), (Kind.ENQUEUED, "b")]
+
+
+async def test_who_enqueued_so_and_waits_is_told_of_the_end(stage: Stage, client: redis.Redis) -> None:
+    pipeline = client.pipeline()
+    stage.storage.enqueue_in(pipeline, "q", [request("a", keep_ms=60_000)])
+    pipeline.execute()
+    async with stage.storage.subscribe(Topic("q", "ends", "a")) as events:
+        await stage.complete(await stage.claim_one())
+        assert await heard(events, 1) == [(Kind.COMPLETED, "a")]
+
+
+async def test_a_client_that_takes_all_for_text_can_read_the_reply(server: Server, stage: Stage) -> None:
+    requests = [request("a"), request("a"), request("none", None, update=Update(payload=False))]
+    with redis.Redis(port=server.port, decode_responses=True) as client:
+        pipeline = client.pipeline()
+        assert stage.storage.enqueue_in(pipeline, "q", requests) == [None, None, None]
+        (replies,) = pipeline.execute()
+    generation = (await stage.the()).generation
+    assert replies == [[Placed.NEW, generation], [Placed.DUPLICATE, generation], [None, 0]]
+
+
+async def test_a_pipeline_without_a_transaction_will_do(stage: Stage, client: redis.Redis) -> None:
+    pipeline = client.pipeline(transaction=False)
+    stage.storage.enqueue_in(pipeline, "q", [request("a")])
+    pipeline.ping()
+    assert pipeline.execute()[1] is True
+    assert (await stage.claim_one()).id == "a"
+
+
+async def test_each_call_is_one_command_and_sends_nothing(stage: Stage) -> None:
+    with redis.Redis(port=1) as nowhere:  # Nobody answers there.
+        pipeline = nowhere.pipeline()
+        for id in "abc":
+            stage.storage.enqueue_in(pipeline, "q", [request(id), request(id)])
+        assert len(pipeline) == 3
+
+
+async def test_the_servers_own_clock_is_read_when_the_transaction_happens(server: Server, client: redis.Redis) -> None:
+    async with connect(server.url, namespace=uuid.uuid4().hex) as storage:
+        pipeline = client.pipeline()
+        storage.enqueue_in(pipeline, "q", [request()])
+        seconds, micros = client.time()
+        pipeline.execute()
+        (job,) = await storage.get("q", ["a"])
+        assert job is not None
+        assert job.generation > seconds * 1_000_000 + micros
+        keyspace.clear(server, cast(RedisStorage, storage).namespace)
+
+
+# What the script must not lack: damage
+
+
+async def _garbled_record(stage: Stage, client: redis.Redis) -> None:
+    await stage.enqueue("a", delay=60)
+    client.hset(key(stage, "jobs"), "a", "garbled")
+
+
+async def _garbled_lease(stage: Stage, client: redis.Redis) -> None:
+    await stage.enqueue("a")
+    await stage.claim_one()
+    client.hset(key(stage, "runs"), "a", "x")
+
+
+async def _garbled_ledger(stage: Stage, client: redis.Redis) -> None:
+    for id in "abc":
+        await stage.enqueue(id)
+    await stage.claim_one()
+    client.set(key(stage, "ledger"), "garbled")
+
+
+async def _stray_entry(stage: Stage, client: redis.Redis) -> None:
+    await stage.enqueue("b", delay=60)
+    client.zadd(key(stage, "completed"), {"b": 5, "nobody": 6})
+    ledger = bytearray(cast(bytes, client.get(key(stage, "ledger"))))
+    ledger[29:37] = bytes(8)  # Something may have to be forgotten.
+    client.set(key(stage, "ledger"), bytes(ledger))
+
+
+@pytest.mark.parametrize("damage", [_garbled_record, _garbled_lease, _garbled_ledger, _stray_entry])
+@pytest.mark.parametrize("update", [None, Update(), Update(payload=False)])
+async def test_what_is_damaged_is_met_as_by_a_plain_enqueue(
+    server: Server, stage: Stage, client: redis.Redis, damage: Any, update: Update | None
+) -> None:
+    async with opened(server.url) as plain:
+        for each in (stage, plain):
+            await damage(each, client)
+        pipeline = client.pipeline()
+        stage.storage.enqueue_in(pipeline, "q", [request("a", b"new", update=update)])
+        ((told,),) = pipeline.execute()
+        reply = await plain.enqueue("a", b"new", update=update)
+        assert told == [None if reply.placed is None else reply.placed.encode(), reply.generation]
+        assert await contents(stage) == await contents(plain)
+        for each in (stage, plain):
+            cursor: str | None = None
+            while (step := await each.storage.repair("q", dry_run=False, cursor=cursor)).cursor is not None:
+                cursor = step.cursor
+        keyspace.clear(server, namespace_of(plain))
+
+
+# Wrong uses
+
+
+async def test_another_database_is_noticed(server: Server, stage: Stage) -> None:
+    with redis.Redis(port=server.port, db=4) as client, pytest.raises(OptionError, match=r"database 4.*database 0"):
+        stage.storage.enqueue_in(client.pipeline(), "q", [request()])
+    with redis.Redis(port=server.port, db=4) as client:
+        connect(f"{server.url}/4").enqueue_in(client.pipeline(), "q", [request()])
+
+
+def test_a_client_is_no_pipeline(client: redis.Redis) -> None:
+    storage = connect("redis://localhost:1")
+    for wrong in (client, redis.asyncio.Redis(), None, object):
+        with pytest.raises(OptionError, match="pass a pipeline of redis"):
+            storage.enqueue_in(wrong, "q", [request()])
+
+
+async def test_a_cluster_has_no_transactions_for_it() -> None:
+    cluster = servers.shared_cluster()
+    with redis.Redis(port=cluster.nodes[0].port) as client, pytest.raises(OptionError, match="is a cluster"):
+        connect(cluster.url).enqueue_in(client.pipeline(), "q", [request()])
+    with RedisCluster(port=cluster.nodes[0].port, host="127.0.0.1") as clients:
+        with pytest.raises(OptionError, match="ClusterPipeline is no transaction"):
+            connect(cluster.url).enqueue_in(clients.pipeline(), "q", [request()])
+
+
+# The script
+
+
+def test_the_script_is_what_an_enqueue_needs_and_little_else() -> None:
+    script = Library(BODY, injected_clock=False).enqueue_alone
+    assert script.startswith("#!lua\n")
+    assert script.isascii()
+    assert len(script) < MOST_BYTES
+    assert not re.search(r"--|VERBS\.(?!enqueue)|allow-oom", script)
+    assert INJECTED_CLOCK not in script
+    assert INJECTED_CLOCK in Library(BODY, injected_clock=True).enqueue_alone
+
+
+def test_nothing_that_the_script_names_was_left_behind() -> None:
+    """The rule that finds what is needed goes by names: each is defined once, and before it is used."""
+    source = re.sub(r"--\[\[.*?\]\]", "", BODY, flags=re.DOTALL)
+    defined = re.findall(r"(?m)^(?:local )?function ([\w.]+)|^local ((?!function)\w+(?:, \w+)*)", source)
+    names = [name for function, locals in defined for name in (function or locals).split(", ")]
+    assert len(names) == len(set(names)) > 200
+    script = Library(BODY, injected_clock=False).enqueue_alone
+    head = r"(?m)^(?:local function|function|local) (?:\w+, )*"
+    kept = {name for name in names if re.search(rf"{head}{re.escape(name)}\b", script)}
+    used = {name for name in names if re.search(rf"(?<![\w.]){re.escape(name)}\b", script)}
+    assert used <= kept
+    assert "VERBS.settle" not in kept
+    assert "machine.enqueue" in kept
+
+
+def test_two_storages_send_the_same_text() -> None:
+    """A server keeps each text that it was sent: there is one for each release."""
+    commands: list[Any] = []
+    for name in ("one", "two"):
+        pipeline = redis.Redis().pipeline()
+        storage = connect("redis://localhost:1", namespace=name, clock=ManualClock())
+        storage.enqueue_in(pipeline, name, [request(name)])
+        commands.append(pipeline.command_stack[0][0])
+    assert commands[0][1] == commands[1][1]
+    assert commands[0][0] == "EVAL"

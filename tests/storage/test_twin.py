@@ -1,0 +1,315 @@
+"""A twin: the same jobs from another thread, with an event loop of its own, as a heartbeat or a blocking caller has."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pytest
+import redis.asyncio
+from redis.asyncio.sentinel import Sentinel
+
+from holdfast.clock import ManualClock
+from holdfast.errors import PayloadRejected, StorageUnavailable
+from holdfast.events import Kind, Topic
+from holdfast.jobs import Complete, Job, Placed, Request, Settled, Update, Work
+from holdfast.storage import Storage, audit, connect
+from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.redis import RedisStorage, of_client
+from tests import servers
+from tests.redis.test_sentinel import SERVICE, Watched
+from tests.storage.stage import Stage, fence, heard
+
+ROUNDS = 300
+"""How often each of two threads enqueues, claims and settles."""
+
+T = TypeVar("T")
+
+
+async def in_a_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Run this on an event loop of its own, in a thread of its own."""
+    return await asyncio.to_thread(asyncio.run, work)
+
+
+async def as_twin(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, T]]) -> T:
+    """Open a twin in another thread, do this with it, and close it."""
+
+    async def main() -> T:
+        async with stage.storage.twin() as twin:
+            return await work(Stage(twin, stage.clock, stage.queue))
+
+    return await in_a_thread(main())
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+# What one does, the other has
+
+
+@pytest.mark.parametrize("only", ["ready", "wake"])
+async def test_what_a_twin_enqueues_is_heard_and_claimed(stage: Stage, only: Any) -> None:
+    async with stage.storage.subscribe(Topic("q", only)) as events:
+        reply = await as_twin(stage, lambda twin: twin.enqueue("a", b"from there"))
+        async with asyncio.timeout(10):
+            event = await anext(events)
+    assert reply.placed is Placed.NEW
+    assert (event.queue, event.kind in (Kind.ENQUEUED, Kind.UPDATED)) == ("q", True)
+    assert (await stage.claim_one()).payload == b"from there"
+
+
+async def test_a_twin_hears_what_the_first_does(stage: Stage) -> None:
+    listening = threading.Event()
+
+    async def listen(twin: Stage) -> list[tuple[Kind, str]]:
+        async with twin.storage.subscribe(Topic("q")) as events:
+            listening.set()
+            return await heard(events, 2)
+
+    hearing = asyncio.create_task(as_twin(stage, listen))
+    assert await asyncio.to_thread(listening.wait, 10)
+    await stage.enqueue("a")
+    await stage.claim_one()
+    assert await hearing == [(Kind.ENQUEUED, "a"), (Kind.CLAIMED, "a")]
+
+
+async def test_a_lease_of_one_is_extended_and_settled_through_the_other(stage: Stage) -> None:
+    await stage.enqueue("a")
+    mine = await stage.claim_one(lease=10)
+    stage.clock.advance(6)
+    assert (await as_twin(stage, lambda twin: twin.extend(mine, lease=10))).lost == []
+    stage.clock.advance(6)
+    assert (await stage.sweep()).overdue == []
+    assert await as_twin(stage, lambda twin: twin.complete(mine)) is Settled.OK
+    await stage.enqueue("b")
+    theirs = await as_twin(stage, lambda twin: twin.claim_one())
+    assert (await stage.extend(theirs)).lost == []
+    assert await stage.settle(Complete("b", fence(theirs), b"done")) is Settled.OK
+    assert await stage.complete(mine) is Settled.LOST
+
+
+@pytest.mark.usefixtures("restless")
+async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: Stage) -> None:
+    def work(name: str) -> Callable[[Stage], Coroutine[Any, Any, list[str]]]:
+        async def main(twin: Stage) -> list[str]:
+            done: list[str] = []
+            for n in range(ROUNDS):
+                await twin.enqueue(f"{name}{n}")
+                await twin.enqueue("shared", update=Update())
+                for job in await twin.claim(2, worker=name):
+                    assert (await twin.extend(job, worker=name)).lost == []
+                    assert await twin.complete(job, ttl=0, worker=name) is Settled.OK
+                    done.append(job.id)
+            return done
+
+        return main
+
+    ends = await asyncio.gather(*(as_twin(stage, work(name)) for name in ("a", "b")))
+    left = await stage.claim(250)
+    ran = Counter(id for id in [*ends[0], *ends[1], *(job.id for job in left)] if id != "shared")
+    assert ran == Counter(f"{name}{n}" for name in ("a", "b") for n in range(ROUNDS))
+    assert await stage.problems() == []
+    totals = (await stage.stats()).totals
+    assert totals[Kind.COMPLETED] == len(ends[0]) + len(ends[1])
+    assert totals[Kind.CLAIMED] == totals[Kind.COMPLETED] + len(left)
+
+
+# Opened and closed for itself
+
+
+async def test_a_twin_that_closes_leaves_the_first_as_it_was(stage: Stage) -> None:
+    async with stage.storage.subscribe(Topic("q")) as events:
+        for _ in range(2):
+            await as_twin(stage, lambda twin: twin.get("a"))
+        await stage.enqueue("a")
+        assert await heard(events, 1) == [(Kind.ENQUEUED, "a")]
+    assert await stage.complete(await stage.claim_one()) is Settled.OK
+
+
+async def test_a_twin_outlives_the_first(stage: Stage, clock: ManualClock) -> None:
+    storage = stage.storage.twin()
+    async with storage:
+        async with storage.twin() as twin:
+            await storage.__aexit__(None, None, None)
+            assert (await Stage(twin, clock).enqueue("a")).placed is Placed.NEW
+            with pytest.raises(StorageUnavailable, match="not open"):
+                await storage.get("q", ["a"])
+        await storage.__aenter__()
+        assert (await storage.get("q", ["a"]))[0] is not None
+
+
+async def test_a_twin_is_not_open_before_it_is_opened(stage: Stage) -> None:
+    with pytest.raises(StorageUnavailable, match="not open"):
+        await stage.storage.twin().get("q", ["a"])
+
+
+async def test_a_twin_of_a_twin_that_never_was_open_will_do(stage: Stage, clock: ManualClock) -> None:
+    async with stage.storage.twin().twin() as twin:
+        await Stage(twin, clock).enqueue("a")
+    assert (await stage.the("a")).id == "a"
+
+
+@pytest.mark.parametrize("url", ["memory://", "sqlite:///jobs.db", "redis://localhost:1"])
+async def test_a_twin_has_the_same_limits(url: str) -> None:
+    twin = connect(url, max_payload=3, namespace="mine").twin()
+    with pytest.raises(PayloadRejected, match="at most 3"):
+        await twin.enqueue("q", [Request("a", Work(b"four"))])
+    assert twin.namespace == "mine"  # type: ignore[attr-defined]
+
+
+async def test_a_twin_keeps_the_durability_that_was_asked_for(tmp_path: Path) -> None:
+    async with connect(f"sqlite:///{tmp_path}/jobs.db?synchronous=full").twin() as twin:
+        writer = twin._writer  # type: ignore[attr-defined]
+        assert writer._db.execute("PRAGMA synchronous").fetchone() == (2,)
+
+
+# Memory, where threads meet in one object
+
+
+@pytest.mark.usefixtures("restless")
+def test_threads_that_name_the_same_memory_have_the_same() -> None:
+    for _ in range(50):
+        name, found, gate = uuid.uuid4().hex, list[Storage](), threading.Barrier(4)
+
+        def open_it(name: str = name, found: list[Storage] = found, gate: threading.Barrier = gate) -> None:
+            gate.wait()
+            found.append(connect(f"memory://{name}"))
+
+        _at_once(open_it, 4)
+        assert len({id(storage) for storage in found}) == 1
+
+
+class SlowToCount(MemoryStorage):
+    """Takes its time between looking how often it was opened and saying so."""
+
+    @property
+    def _opened(self) -> int:
+        opened: int = self.__dict__["opened"]
+        time.sleep(0.0005)
+        return opened
+
+    @_opened.setter
+    def _opened(self, opened: int) -> None:
+        self.__dict__["opened"] = opened
+
+
+async def test_memory_that_many_threads_enter_and_leave_stays_open_for_the_rest() -> None:
+    async with SlowToCount() as storage:
+
+        async def come_and_go() -> None:
+            for _ in range(20):
+                async with storage:
+                    await storage.enqueue("q", [Request("a", Work(b""))])
+
+        await asyncio.to_thread(_at_once, lambda: asyncio.run(come_and_go()), 4)
+        assert len(await storage.get("q", ["a"])) == 1
+    with pytest.raises(StorageUnavailable, match="not open"):
+        await storage.get("q", ["a"])
+
+
+def _at_once(work: Callable[[], None], number: int) -> None:
+    troubles: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            troubles.append(error)
+
+    threads = [threading.Thread(target=guarded) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert troubles == []
+
+
+# Redis, by every way to it
+
+
+@asynccontextmanager
+async def ways() -> AsyncIterator[dict[str, RedisStorage]]:
+    """A client of each kind that somebody may have already."""
+    server = servers.shared("valkey")
+    assert server is not None
+    node = servers.shared_cluster().nodes[0]
+    client = redis.asyncio.Redis(host="127.0.0.1", port=server.port, db=3)
+    cluster = redis.asyncio.RedisCluster(host="127.0.0.1", port=node.port)
+    namespace = uuid.uuid4().hex
+    yield {
+        "a cluster's URL": cast(RedisStorage, connect(servers.shared_cluster().url, namespace=namespace)),
+        "a client": of_client(client, namespace=namespace),
+        "a cluster's client": of_client(cluster, namespace=namespace),
+    }
+    await client.aclose()
+    await cluster.aclose()
+
+
+@pytest.mark.parametrize("way", ["a cluster's URL", "a client", "a cluster's client"])
+async def test_a_twin_goes_the_same_way(way: str) -> None:
+    async with ways() as found, found[way] as storage:
+        await _back_and_forth(storage)
+        assert storage._servers.database == (3 if way == "a client" else 0)
+
+
+async def test_twins_are_different_clients_to_the_server() -> None:
+    async with ways() as found:
+        for storage in found.values():
+            twin = storage.twin()
+            assert twin._client != storage._client
+            assert twin._servers is not storage._servers
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a URL", "a client"])
+async def test_a_twin_asks_the_sentinels_itself(own: bool) -> None:
+    watched = Watched()
+    try:
+        sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])  # type: ignore[no-untyped-call]
+        client = sentinel.master_for(SERVICE)
+        storage = of_client(client) if own else connect(watched.url)
+        async with storage:
+            await _back_and_forth(storage)
+            assert not _clients(storage) & _clients(storage.twin())
+        for mine in (client, *sentinel.sentinels):
+            await mine.aclose()
+    finally:
+        watched.stop()
+
+
+def _clients(storage: Any) -> set[int]:
+    """Who asks for it: the master's client, and one for each sentinel."""
+    client = storage._servers._keeper
+    return {id(client), *map(id, client.connection_pool.sentinel_manager.sentinels)}
+
+
+async def _back_and_forth(storage: Storage) -> None:
+    """A twin in another thread takes a job and leaves one, each of which the other has."""
+    await storage.enqueue("q", [Request("there", Work(b"1"))])
+
+    async def work() -> Job:
+        async with storage.twin() as twin:
+            await twin.enqueue("q", [Request("here", Work(b"2"))])
+            (job,) = (await twin.claim("q", 1, worker="w", lease_ms=60_000)).jobs
+            return job
+
+    async with storage.subscribe(Topic("q")) as events:
+        job = await in_a_thread(work())
+        assert (Kind.ENQUEUED, "here") in await heard(events, 2)
+    assert job.id == "there"
+    assert await storage.settle("q", [Complete("there", fence(job))], worker="w") == [Settled.OK]
+    assert [job.id for job in (await storage.claim("q", 5, worker="w", lease_ms=60_000)).jobs] == ["here"]
+    assert (await audit(storage, "q")).problems == []

@@ -1,0 +1,388 @@
+"""Which queues to claim from, and how much: never more than fits, by priority, and each in its turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from holdfast.fleet import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Fleet, Order, Served
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
+
+
+def fleet(*served: Served, capacity: int = 1_000, most: int | None = None) -> Fleet:
+    return Fleet(capacity, served, most=most)
+
+
+def limits(orders: Iterable[Order]) -> dict[str, int]:
+    return {order.queue: order.limit for order in orders}
+
+
+def run_all(fleet: Fleet, orders: Iterable[Order]) -> None:
+    """Every order is filled, and its jobs start."""
+    for order in orders:
+        fleet.claimed(order.queue, order.limit, order.limit, 0.0)
+        for _ in range(order.limit):
+            fleet.started(order.queue)
+
+
+# Never more than fits
+
+
+@pytest.mark.parametrize(
+    ("served", "capacity", "most", "limit"),
+    [
+        (Served("q", size=10), 1_000, None, 100),
+        (Served("q", size=7), 100, None, 14),
+        (Served("q", size=1), 1_000, None, 250),
+        (Served("q", size=10, concurrency=3), 1_000, None, 3),
+        (Served("q", size=10), 1_000, 5, 5),
+        (Served("q", size=10, concurrency=3), 1_000, 5, 3),
+        (Served("q", size=100), 100, None, 1),
+        (Served("q", size=5_000), 100, None, 1),
+    ],
+)
+def test_one_queue_gets_all_that_fits(served: Served, capacity: int, most: int | None, limit: int) -> None:
+    assert limits(fleet(served, capacity=capacity, most=most).plan(0.0)) == {"q": limit}
+
+
+def test_what_runs_takes_room_and_gives_it_back() -> None:
+    one = fleet(Served("q", size=40), capacity=100)
+    one.started("q")
+    assert limits(one.plan(0.0)) == {"q": 1}
+    one.started("q")
+    assert one.plan(0.0) == []
+    assert (one.used, one.runs) == (80, 2)
+    one.ended("q")
+    one.ended("q")
+    assert (one.used, one.runs) == (0, 0)
+    assert limits(one.plan(0.0)) == {"q": 2}
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(2, None), (None, 2)])
+def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(concurrency: int | None, most: int | None) -> None:
+    one = fleet(Served("q", concurrency=concurrency), most=most)
+    one.started("q")
+    one.started("q")
+    assert one.plan(0.0) == []
+    one.ended("q")
+    assert limits(one.plan(0.0)) == {"q": 1}
+
+
+def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
+    one = fleet(Served("huge", size=5_000), Served("small", size=10), capacity=100)
+    one.started("huge")
+    assert one.used == 100
+    assert one.plan(0.0) == []
+    one.ended("huge")
+    assert one.used == 0
+    one.started("small")
+    assert limits(one.plan(0.0)) == {"small": 9}
+
+
+# By priority
+
+
+def test_a_higher_priority_takes_what_it_can_and_a_lower_one_the_rest() -> None:
+    one = fleet(Served("low", priority=1), Served("high", priority=2, concurrency=4), capacity=100)
+    assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("high", 4), ("low", 6)]
+
+
+def test_a_higher_priority_that_can_use_everything_gets_everything() -> None:
+    one = fleet(Served("low", priority=1), Served("high", priority=2), capacity=100)
+    assert limits(one.plan(0.0)) == {"high": 10}
+
+
+def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
+    one = fleet(Served("low", priority=1), Served("high", priority=2), capacity=100)
+    one.claimed("high", 10, 0, 5.0)
+    assert limits(one.plan(1.0)) == {"low": 10}
+    one.wake("high")
+    assert limits(one.plan(1.0)) == {"high": 10}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_queues_of_one_priority_share_equally(count: int) -> None:
+    one = fleet(*(Served(f"q{n}") for n in range(count)), capacity=count * 100)
+    assert limits(one.plan(0.0)) == {f"q{n}": 10 for n in range(count)}
+
+
+def test_small_jobs_of_many_queues_fill_a_fleet() -> None:
+    one = fleet(*(Served(f"q{n}", size=1) for n in range(5)))
+    assert limits(one.plan(0.0)) == {f"q{n}": 200 for n in range(5)}
+
+
+def test_queues_of_one_priority_share_units_and_not_jobs() -> None:
+    one = fleet(Served("small", size=10), Served("large", size=50), capacity=200)
+    assert limits(one.plan(0.0)) == {"small": 10, "large": 2}
+
+
+def test_queues_of_one_priority_share_the_most_runs_too() -> None:
+    one = fleet(Served("a", size=1), Served("b", size=1), most=10)
+    for _ in range(10):
+        orders = one.plan(0.0)
+        run_all(one, orders[:1])  # Only the first of them had work.
+        for order in orders[1:]:
+            one.claimed(order.queue, order.limit, 0, NEVER)
+    assert one.runs == 10
+
+
+def test_a_queue_with_few_runs_is_served_before_one_with_many() -> None:
+    one = fleet(Served("busy"), Served("idle"), capacity=100)
+    for _ in range(9):
+        one.started("busy")
+    assert limits(one.plan(0.0)) == {"idle": 1}
+
+
+def test_what_one_queue_leaves_is_for_the_next() -> None:
+    one = fleet(Served("a", concurrency=1), Served("b"), capacity=100)
+    assert limits(one.plan(0.0)) == {"a": 1, "b": 9}
+
+
+# Each in its turn
+
+
+def served_in(fleet: Fleet, plans: int) -> Counter[str]:
+    """What is claimed in so many plans, by a worker whose queues all have work and whose runs end at once."""
+    claims: Counter[str] = Counter()
+    for _ in range(plans):
+        for order in fleet.plan(0.0):
+            claims[order.queue] += order.limit
+            fleet.claimed(order.queue, order.limit, order.limit, 0.0)
+    return claims
+
+
+@pytest.mark.parametrize("most", [None, 1, 3])
+def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(most: int | None) -> None:
+    assert LOWER_FIRST_EVERY == 16
+    one = fleet(Served("high", priority=200), Served("low", priority=1), capacity=100, most=most)
+    for _ in range(5):
+        claims = served_in(one, LOWER_FIRST_EVERY)
+        assert claims["low"] == 1
+        assert claims["high"] >= 15
+
+
+def test_queues_of_the_lowest_priority_share_its_turn() -> None:
+    one = fleet(Served("high", priority=200), Served("b", priority=1), Served("c", priority=1), capacity=100)
+    claims = served_in(one, 20 * LOWER_FIRST_EVERY)
+    assert abs(claims["b"] - claims["c"]) <= 1
+    assert claims["b"] > 0
+
+
+@pytest.mark.parametrize(("size", "most"), [(10, 1), (1_000, None)])
+def test_two_queues_take_turns_where_there_is_room_for_one(size: int, most: int | None) -> None:
+    one = fleet(Served("a", size=size), Served("b", size=size), most=most)
+    assert served_in(one, 20) == {"a": 10, "b": 10}
+
+
+@patient
+@given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
+def test_no_queue_starves_whatever_the_priorities(priorities: list[int]) -> None:
+    one = fleet(*(Served(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, most=1)
+    claims = served_in(one, 2 * LOWER_FIRST_EVERY * len(priorities))
+    assert sorted(claims) == sorted(one.queues)
+
+
+@pytest.mark.parametrize("priority", [200, 100, 1])
+def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: int) -> None:
+    one = fleet(Served("large", size=100, priority=priority), Served("small", size=10, priority=100), capacity=100)
+    for _ in range(10):
+        one.started("small")
+    for _ in range(2_000):
+        if one.runs:
+            one.ended("small")
+        orders = one.plan(0.0)
+        if "large" in limits(orders):
+            return
+        run_all(one, orders)
+    pytest.fail("no large job was claimed")
+
+
+@pytest.mark.parametrize("priority", [200, 100])
+def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priority: int) -> None:
+    one = fleet(Served("large", size=100, priority=priority), Served("small", size=10, priority=100), capacity=100)
+    for _ in range(10):
+        one.started("small")
+    for _ in range(2 * LOWER_FIRST_EVERY):
+        one.ended("small")
+        orders = one.plan(0.0)
+        if "large" in limits(orders):
+            return
+        run_all(one, orders)
+    pytest.fail("no large job was claimed")
+
+
+def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
+    one = fleet(Served("large", size=60, concurrency=1, priority=200), Served("small", priority=100), capacity=100)
+    one.started("large")
+    for _ in range(3 * LOWER_FIRST_EVERY):
+        assert limits(one.plan(0.0)) == {"small": 4}
+
+
+@pytest.mark.parametrize(("capacity", "most", "high"), [(100, None, 9), (1_000, 3, 2)])
+def test_a_turn_of_the_lowest_queue_takes_its_room_from_the_others(capacity: int, most: int | None, high: int) -> None:
+    one = fleet(Served("high", priority=2), Served("low", priority=1), capacity=capacity, most=most)
+    served_in(one, LOWER_FIRST_EVERY - 1)
+    assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("low", 1), ("high", high)]
+
+
+# When to look
+
+
+def test_a_claim_that_was_filled_may_have_left_work() -> None:
+    one = fleet(Served("q"), capacity=100)
+    one.claimed("q", 10, 10, 7.0)
+    assert limits(one.plan(1.0)) == {"q": 10}
+
+
+@pytest.mark.parametrize("got", [0, 9])
+def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_told(got: int) -> None:
+    one = fleet(Served("q"), capacity=100)
+    one.claimed("q", 10, got, 7.0)
+    assert one.plan(6.9) == []
+    assert one.next_claim_at(1.0) == 7.0
+    assert limits(one.plan(7.0)) == {"q": 10}
+
+
+def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
+    one = fleet(Served("q"), capacity=100)
+    one.claimed("q", 10, 0, 7.0)
+    one.wake("unknown")
+    assert one.plan(1.0) == []
+    one.wake("q")
+    assert limits(one.plan(1.0)) == {"q": 10}
+
+
+def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> None:
+    one = fleet(Served("q"), capacity=100)
+    (order,) = one.plan(1.0)
+    one.wake("q")
+    one.claimed("q", order.limit, 0, 7.0)
+    assert limits(one.plan(1.0)) == {"q": 10}
+    one.claimed("q", order.limit, 0, 7.0)
+    assert one.plan(1.0) == []
+
+
+def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
+    one = fleet(Served("a"), Served("b"), Served("c"), Served("due"), capacity=100)
+    one.claimed("a", 1, 0, 4.0)
+    one.claimed("b", 1, 0, 3.0)
+    one.claimed("c", 1, 0, NEVER)
+    assert one.next_claim_at(1.0) == 3.0
+    assert one.next_claim_at(3.0) == 4.0
+    assert one.next_claim_at(4.0) == NEVER
+
+
+def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_room() -> None:
+    one = fleet(Served("full", concurrency=1), Served("asleep"), Served("later"), Served("due"), capacity=100)
+    one.started("full")
+    for queue, claim_at in (("full", NEVER), ("asleep", NEVER), ("later", 5.0)):
+        one.claimed(queue, 1, 0, claim_at)
+    assert one.asleep(1.0) == ["asleep", "later"]
+    assert one.asleep(5.0) == ["asleep"]
+    one.ended("full")
+    assert one.asleep(5.0) == ["full", "asleep"]
+    one.wake("full")
+    assert one.asleep(5.0) == ["asleep"]
+
+
+def test_a_fleet_knows_its_queues() -> None:
+    assert fleet(Served("b"), Served("a")).queues == ["b", "a"]
+
+
+# A model: whatever happens, it fits
+
+
+QUEUES = st.lists(
+    st.builds(
+        Served,
+        queue=st.just(""),
+        size=st.integers(1, 300),
+        concurrency=st.none() | st.integers(1, 5),
+        priority=st.integers(1, 3),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+class Model(RuleBasedStateMachine):
+    """A worker whose claims find anything from nothing to all that was asked for, and whose runs end at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet: Fleet | None = None
+        self.running: list[str] = []
+        self.now = 0.0
+
+    @precondition(lambda self: self.fleet is None)
+    @rule(queues=QUEUES, capacity=st.integers(1, 500), most=st.none() | st.integers(1, 20))
+    def begin(self, queues: list[Served], capacity: int, most: int | None) -> None:
+        for number, queue in enumerate(queues):
+            queue.queue = str(number)
+        self.served = {queue.queue: (min(queue.size, capacity), queue.concurrency, queue.priority) for queue in queues}
+        self.capacity, self.most = capacity, most
+        self.fleet = Fleet(capacity, queues, most=most)
+
+    @precondition(lambda self: self.fleet is not None)
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        assert self.fleet is not None
+        orders = self.fleet.plan(self.now)
+        assert len({order.queue for order in orders}) == len(orders)
+        assert all(1 <= order.limit <= MAX_CLAIM for order in orders)
+        self.fits(self.running + [order.queue for order in orders for _ in range(order.limit)])
+        for order in orders:
+            got = data.draw(st.sampled_from([0, order.limit // 2, order.limit]))
+            self.fleet.claimed(order.queue, order.limit, got, self.now + 0.5)
+            for _ in range(got):
+                self.fleet.started(order.queue)
+                self.running.append(order.queue)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 50))
+    def end(self, data: st.DataObject, count: int) -> None:
+        assert self.fleet is not None
+        for _ in range(min(count, len(self.running))):
+            self.fleet.ended(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @precondition(lambda self: self.fleet is not None)
+    @rule(number=st.integers(0, 5))
+    def wake(self, number: int) -> None:
+        assert self.fleet is not None
+        self.fleet.wake(str(number))
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def it_knows_what_runs(self) -> None:
+        if self.fleet is not None:
+            assert self.fleet.runs == len(self.running)
+            assert self.fleet.used == sum(self.served[queue][0] for queue in self.running)
+
+    @invariant()
+    def a_fleet_with_room_and_work_does_something(self) -> None:
+        """An idle fleet that is told of work in every queue plans for one of the highest priority, or for the one whose
+        turn it is."""
+        if self.fleet is not None and not self.running:
+            for queue in self.served:
+                self.fleet.wake(queue)
+            assert self.fleet.plan(self.now)
+
+    def fits(self, runs: list[str]) -> None:
+        assert sum(self.served[queue][0] for queue in runs) <= self.capacity
+        assert self.most is None or len(runs) <= self.most
+        for queue, count in Counter(runs).items():
+            concurrency = self.served[queue][1]
+            assert concurrency is None or count <= concurrency
+
+
+Model.TestCase.settings = settings(patient, max_examples=60, stateful_step_count=30)
+test_what_is_planned_always_fits = Model.TestCase

@@ -1,0 +1,251 @@
+"""Options as callers write them: lengths, points in time, counts, choices, and names that do not exist."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import OptionError
+from holdfast.jobs import MAX_MS, Update
+from holdfast.options import (
+    DEFAULT_WAIT_S,
+    MAX_WAIT_S,
+    EnqueueOptions,
+    HandlerOptions,
+    StubOptions,
+    TaskOptions,
+    UsingOptions,
+    check_known,
+    from_at,
+    to_at,
+    to_choice,
+    to_count,
+    to_ms,
+    to_update,
+    to_wait_s,
+)
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
+
+
+class Nowhere(tzinfo):
+    """A timezone that does not know its offset."""
+
+    def utcoffset(self, dt: datetime | None) -> timedelta | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("value", "ms"),
+    [
+        (0, 0),
+        (-0.0, 0),
+        (1, 1_000),
+        (0.5, 500),
+        (0.1 + 0.2, 300),
+        (1.001, 1_001),
+        (0.0001, 1),
+        (1.0001, 1_001),
+        (timedelta(), 0),
+        (timedelta(minutes=1, milliseconds=5), 60_005),
+        (timedelta(microseconds=1), 1),
+        (MAX_MS / 1000, MAX_MS),
+        (timedelta(days=3650), MAX_MS),
+    ],
+)
+def test_a_length_is_seconds_or_a_timedelta_and_never_cut_short(value: Any, ms: int) -> None:
+    assert to_ms("delay", value) == ms
+
+
+@patient
+@given(st.integers(0, MAX_MS))
+def test_every_number_of_milliseconds_can_be_said_in_seconds(ms: int) -> None:
+    assert to_ms("delay", ms / 1000) == ms == to_ms("delay", timedelta(milliseconds=ms))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("5", b"5", None, True, False, [], Decimal(5), Fraction(5), 1j, datetime.now(UTC), object),
+        math.nan,
+    ],
+)
+def test_what_is_no_length_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="delay is a number of seconds or a timedelta"):
+        to_ms("delay", value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(-1, -0.001, timedelta(days=-1), MAX_MS, timedelta.max, 1e306, -1e306, math.inf, -math.inf),
+        pytest.param(10**400, id="huge"),
+        pytest.param(-(10**400), id="hugely negative"),
+    ],
+)
+def test_a_length_out_of_bounds_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"^delay "):
+        to_ms("delay", value)
+
+
+@patient
+@given(st.one_of(st.floats(), st.integers(), st.timedeltas(), st.text(), st.none()))
+def test_whatever_is_given_as_a_length_is_taken_or_refused(value: Any) -> None:
+    try:
+        assert 0 <= to_ms("delay", value) <= MAX_MS
+    except OptionError as refusal:
+        assert "delay" in str(refusal)  # noqa: PT017
+
+
+@pytest.mark.parametrize(("value", "fits"), [(0.499, False), (0.5, True), (3600, True), (3600.001, False)])
+def test_the_bounds_of_a_length_belong_to_it(value: float, fits: bool) -> None:
+    if fits:
+        assert to_ms("lease", value, 500, 3_600_000) == value * 1000
+    else:
+        with pytest.raises(OptionError, match=r"lease is from 0\.5 to 3600 seconds"):
+            to_ms("lease", value, 500, 3_600_000)
+
+
+def test_a_point_in_time_is_the_same_in_every_timezone() -> None:
+    at = datetime(2027, 1, 15, 8, 0, 0, 123_456, UTC)
+    assert to_at("run_at", at) == 1_800_000_000_123_456
+    assert to_at("run_at", at.astimezone(timezone(timedelta(hours=-11, minutes=-30)))) == 1_800_000_000_123_456
+
+
+OFFSETS = st.integers(-23 * 60, 23 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+
+
+@patient
+@given(st.datetimes(datetime(1970, 1, 2), datetime(2099, 12, 30), timezones=OFFSETS))
+def test_a_point_in_time_comes_back_to_the_microsecond(value: datetime) -> None:
+    at = to_at("run_at", value)
+    assert from_at(at) == value.astimezone(UTC)
+    assert from_at(at).tzinfo is UTC
+
+
+@patient
+@given(st.integers(1, 4_102_444_799_999_999))
+def test_every_microsecond_can_be_said_as_a_point_in_time(at: int) -> None:
+    assert to_at("run_at", from_at(at)) == at
+
+
+@pytest.mark.parametrize("value", [datetime(2027, 1, 15), datetime(2027, 1, 15, tzinfo=Nowhere())])
+def test_a_naive_datetime_is_refused_with_a_way_out(value: datetime) -> None:
+    with pytest.raises(OptionError, match=r"run_at=.* has no timezone: use datetime.now\(UTC\)"):
+        to_at("run_at", value)
+
+
+@pytest.mark.parametrize("value", [1_800_000_000, 1.8e9, "2027-01-15T08:00:00Z", date(2027, 1, 15), None, timedelta(1)])
+def test_what_is_no_datetime_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="run_at is a datetime with a timezone"):
+        to_at("run_at", value)
+
+
+@pytest.mark.parametrize("year", [1, 1969, 2100, 9999])
+def test_a_point_in_time_outside_of_this_age_is_refused(year: int) -> None:
+    with pytest.raises(OptionError, match="between 1970 and 2100"):
+        to_at("run_at", datetime(year, 6, 1, tzinfo=timezone(timedelta(hours=-12))))
+
+
+def test_this_age_ends_with_its_last_microsecond() -> None:
+    last = datetime(2099, 12, 31, 23, 59, 59, 999_999, UTC)
+    assert from_at(to_at("run_at", last)) == last
+    with pytest.raises(OptionError, match="between 1970 and 2100"):
+        to_at("run_at", last + timedelta(microseconds=1))
+
+
+def test_a_wait_is_seconds_or_for_ever() -> None:
+    assert DEFAULT_WAIT_S == 30
+    assert to_wait_s(None) is None
+    assert to_wait_s(timedelta(days=30)) == MAX_WAIT_S == 2_592_000
+    assert to_wait_s(0) == 0
+    assert to_wait_s(1.5) == to_wait_s(timedelta(seconds=1.5)) == 1.5
+    for bad in (-1, MAX_WAIT_S + 1, "5", True):
+        with pytest.raises(OptionError, match="wait is"):
+            to_wait_s(bad)
+
+
+@pytest.mark.parametrize(("value", "fits"), [(-1, False), (0, True), (9, True), (10, False)])
+def test_a_count_is_within_its_bounds(value: int, fits: bool) -> None:
+    if fits:
+        assert to_count("priority", value, 0, 9) == value
+    else:
+        with pytest.raises(OptionError, match="priority is a whole number from 0 to 9"):
+            to_count("priority", value, 0, 9)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None, Decimal(1)])
+def test_what_is_no_whole_number_is_no_count(value: Any) -> None:
+    with pytest.raises(OptionError, match="max_retries is a whole number from 0"):
+        to_count("max_retries", value)
+
+
+def test_a_choice_is_one_of_the_choices() -> None:
+    assert to_choice("delivery", "a", ("a", "b")) == "a"
+    for bad in ("c", "", None, ["a"]):
+        with pytest.raises(OptionError, match="delivery is one of 'a', 'b', not"):
+            to_choice("delivery", bad, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "update"),
+    [
+        ("keep", None),
+        ("raise", None),
+        ("update", Update()),
+        (Update(run_at="if_later"), Update(run_at="if_later")),
+    ],
+)
+def test_a_conflict_has_a_rule(value: Any, update: Update | None) -> None:
+    assert to_update(value) == update
+
+
+@pytest.mark.parametrize("value", ["replace", "", None, True, ["keep"], Update])
+def test_a_rule_that_there_is_none_of_is_refused(value: Any) -> None:
+    with pytest.raises(OptionError, match="on_conflict is 'keep', 'update', 'raise' or Update"):
+        to_update(value)
+
+
+@pytest.mark.parametrize(
+    ("known", "name", "meant"),
+    [
+        (UsingOptions, "prioriy", "priority"),
+        (UsingOptions, "waits", "wait"),
+        (UsingOptions, "max_retry", "max_retries"),
+        (EnqueueOptions, "runat", "run_at"),
+        (TaskOptions, "time_out", "timeout"),
+        (TaskOptions, "singelton", "singleton"),
+        (TaskOptions, "max_stall", "max_stalls"),
+        (HandlerOptions, "min_backof", "min_backoff"),
+        (StubOptions, "nam", "name"),
+    ],
+)
+def test_a_name_that_is_almost_right_is_refused_with_the_right_one(known: type, name: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"using has no option '{name}': did you mean '{meant}'?"):
+        check_known("using", {name: 1}, known)
+
+
+@pytest.mark.parametrize(
+    ("known", "name"),
+    [(EnqueueOptions, "wait"), (HandlerOptions, "unique"), (StubOptions, "timeout"), (UsingOptions, "zzz")],
+)
+def test_a_name_that_belongs_elsewhere_is_refused(known: type, name: str) -> None:
+    with pytest.raises(OptionError, match=f"has no option '{name}'"):
+        check_known("enqueue", {name: 1}, known)
+
+
+def test_a_name_like_nothing_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(OptionError, match=r"it takes dedup_ttl, delay, id, max_retries, .*wait$"):
+        check_known("using", {"zzzzzz": 1}, UsingOptions)
+
+
+@pytest.mark.parametrize("known", [EnqueueOptions, UsingOptions, HandlerOptions, TaskOptions, StubOptions])
+def test_every_option_that_is_declared_is_known(known: type) -> None:
+    check_known("it", dict.fromkeys(known.__annotations__, 1), known)
