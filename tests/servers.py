@@ -307,6 +307,16 @@ def shared_cluster() -> Cluster:
     return Cluster()
 
 
+def started() -> list[str]:
+    """What was started so far."""
+    return list(_started)
+
+
+def started_elsewhere(names: list[str]) -> None:
+    """What another process of this test run has started."""
+    _started.update(dict.fromkeys(names))
+
+
 def described() -> str:
     """One line about what was started so far, for the summary of the test run."""
     parts = list(_started) or ["none started"]

@@ -1,6 +1,7 @@
 """Every test that takes an `app` runs once per storage, on real time, and ends with a clean audit of all its queues.
 
-`make_app()` gives another app at the same place, as another program has it.
+A test marked with `storages` is only for those. `make_app()` gives another app at the same place, as another program
+has it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Place:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
-        only: tuple[str, ...] = getattr(metafunc.module, "STORAGES", tuple(STORAGES))
+        marker = metafunc.definition.get_closest_marker("storages")
+        only: tuple[str, ...] = marker.args if marker else tuple(STORAGES)
         names = [name for name in STORAGES if name in wanted and name in only]
         metafunc.parametrize("place", names, indirect=True)
 

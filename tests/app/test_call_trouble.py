@@ -32,7 +32,7 @@ from tests.proxy import Proxy
 
 AppMaker = Callable[..., Holdfast[Any]]
 
-STORAGES = ("sqlite", "valkey")
+pytestmark = pytest.mark.storages("sqlite", "valkey")
 
 SLACK_S = 3.0
 """How much later than asked a wait may end here: a second for its last look, and the rest for a busy machine."""

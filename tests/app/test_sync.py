@@ -386,12 +386,6 @@ def run_script(place: Place, body: str, *, flags: tuple[str, ...] = (), timeout:
     return done.stdout
 
 
-def lasting(place: Place) -> Place:
-    if place.storage == "memory":
-        pytest.skip("memory is of one process")
-    return place
-
-
 @pytest.mark.parametrize("flags", [(), ("-X", "dev", "-W", "error")], ids=["plain", "strict"])
 def test_a_plain_script_works_and_ends_cleanly(place: Place, flags: tuple[str, ...]) -> None:
     told = run_script(
@@ -433,9 +427,10 @@ def test_a_script_that_exits_in_a_block_ends_with_its_own_code(place: Place) -> 
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@pytest.mark.storages("sqlite", "valkey")
 def test_a_forked_child_has_a_connection_of_its_own(place: Place) -> None:
     told = run_script(
-        lasting(place),
+        place,
         """
         queue.enqueue("parent", id="a", delay=600)
         children = []
@@ -457,9 +452,10 @@ def test_a_forked_child_has_a_connection_of_its_own(place: Place) -> None:
     assert told == "[0, 0, 0]\n3 ['0', '1', '2', 'a', 'z']\n"
 
 
+@pytest.mark.storages("sqlite", "valkey")
 def test_a_forked_child_may_end_as_a_program_does(place: Place) -> None:
     told = run_script(
-        lasting(place),
+        place,
         """
         queue.enqueue("parent", id="a")
         pid = os.fork()

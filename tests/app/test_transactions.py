@@ -32,7 +32,7 @@ from tests.app.conftest import Place, until
 
 AppMaker = Callable[..., Holdfast[Any]]
 
-STORAGES = ("sqlite", "valkey")
+pytestmark = pytest.mark.storages("sqlite", "valkey")
 
 
 class Caller(Protocol):
