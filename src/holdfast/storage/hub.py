@@ -9,11 +9,14 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from holdfast.events import Event, Kind, Topic
 
 MAX_PENDING = 10_000
 """Hints that one listener may have before it; the oldest are dropped first."""
+
+Key = TypeVar("Key")
 
 Route = Callable[[Topic], bool]
 """Which topics a message is for: where several ways lead to a listener, it should hear nothing twice."""
@@ -58,40 +61,68 @@ class Subscription:
 
 
 class Hub:
-    """All the listeners of one storage in this process."""
+    """All the listeners of one storage in this process, by what they listen to: many wait, each for one job."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._subscriptions: tuple[Subscription, ...] = ()
+        self._to_queues: dict[str, dict[Subscription, None]] = {}
+        self._to_jobs: dict[tuple[str, str], dict[Subscription, None]] = {}
 
     def add(self, subscription: Subscription) -> None:
         with self._lock:
-            self._subscriptions = (*self._subscriptions, subscription)
+            for topic in subscription.topics:
+                if topic.id is None:
+                    self._to_queues.setdefault(topic.queue, {})[subscription] = None
+                else:
+                    self._to_jobs.setdefault((topic.queue, topic.id), {})[subscription] = None
 
     def remove(self, subscription: Subscription) -> None:
         with self._lock:
-            self._subscriptions = tuple(s for s in self._subscriptions if s is not subscription)
+            for topic in subscription.topics:
+                if topic.id is None:
+                    _leave(self._to_queues, topic.queue, subscription)
+                else:
+                    _leave(self._to_jobs, (topic.queue, topic.id), subscription)
 
     def publish(self, events: Sequence[Event], route: Route = everyone) -> None:
         """Hand events to the loops of those who listen to their queues. Callable from any thread."""
-        if not events:
-            return
-        for subscription in self._subscriptions:
-            queues = {topic.queue for topic in subscription.topics}
-            wanted = [event for event in events if event.queue in queues]
-            if wanted:
-                _call(subscription, wanted, route)
+        wanted: dict[Subscription, list[Event]] = {}
+        with self._lock:
+            for event in events:
+                for listeners in (self._to_queues.get(event.queue), self._to_jobs.get((event.queue, event.id))):
+                    for subscription in listeners or ():
+                        heard = wanted.setdefault(subscription, [])
+                        if not heard or heard[-1] is not event:
+                            heard.append(event)
+        for subscription, heard in wanted.items():
+            _call(subscription, heard, route)
 
     def poke(self) -> None:
         """Something may have happened, nobody knows what: every listener should look. One event for those who wait for
         work, and one for those who wait for an end."""
-        for subscription in self._subscriptions:
+        with self._lock:
+            everywhere = (*self._to_queues.values(), *self._to_jobs.values())
+            listeners = {subscription for those in everywhere for subscription in those}
+        for subscription in listeners:
             kinds = (Kind.UPDATED, Kind.CANCELLED)
             events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
             _call(subscription, events, everyone)
 
 
+def _leave(listeners: dict[Key, dict[Subscription, None]], key: Key, subscription: Subscription) -> None:
+    those = listeners.get(key, {})
+    those.pop(subscription, None)
+    if not those:
+        listeners.pop(key, None)
+
+
 def _call(subscription: Subscription, events: list[Event], route: Route) -> None:
+    try:
+        if asyncio.get_running_loop() is subscription.loop:
+            subscription.receive(events, route)
+            return
+    except RuntimeError:
+        pass  # A thread without a loop.
     try:
         subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
     except RuntimeError:
