@@ -16,16 +16,20 @@ from contextlib import AsyncExitStack
 from holdfast.errors import StorageUnavailable
 from holdfast.inline import Run
 from holdfast.jobs import Facts, Lease
-from holdfast.policy import timeout_ms
+from holdfast.policy import fence_of, timeout_ms
 from holdfast.storage import Storage
+from holdfast.storage.checks import MAX_ITEMS, batches
 
-MAX_LEASES = MAX_QUEUES = 250
 SOONEST_S = 0.5
 """Progress makes the next beat come early, but not sooner after the last than this."""
 LEAVING_MS = 100
 """A worker that says goodbye is listed for this much longer: the least that a storage takes."""
 ANNOUNCED_BEATS = 8
 """A worker is listed for so many beats after it was last heard of."""
+
+
+_Beaten = tuple[Run, bytes | None]
+"""A run, and the progress that goes with its lease."""
 
 
 class Beat:
@@ -120,30 +124,28 @@ class Beat:
             pass  # It is forgotten a little later.
 
     async def _beat(self, storage: Storage) -> None:
-        by_queue: dict[str, list[Run]] = defaultdict(list)
+        by_queue: dict[str, list[_Beaten]] = defaultdict(list)
         for run in self._held():
             if self._extends(run):
-                by_queue[run.handler.queue].append(run)
+                by_queue[run.handler.queue].append((run, run.progress))
         for queue, runs in by_queue.items():
-            for start in range(0, len(runs), MAX_LEASES):
-                await self._extend(storage, queue, runs[start : start + MAX_LEASES])
+            for batch in batches(runs, lambda beaten: len(beaten[1] or b"")):
+                await self._extend(storage, queue, batch)
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
         orders = await storage.announce(self._worker, self._facts(), ttl_ms=ttl_ms)
         if orders.evict:
             self._tell(self._evict)
-        for queue in await storage.ready(self._full()[:MAX_QUEUES]):
+        for queue in await storage.ready(self._full()[:MAX_ITEMS]):
             await storage.sweep(queue)
 
-    async def _extend(self, storage: Storage, queue: str, runs: Sequence[Run]) -> None:
+    async def _extend(self, storage: Storage, queue: str, beaten: Sequence[_Beaten]) -> None:
         sent_at = asyncio.get_running_loop().time()
-        by_lease = {(run.key[1], run.key[2]): run for run in runs}
-        progress = {key: run.progress for key, run in by_lease.items()}
-        leases = [Lease(id, fence, progress[id, fence]) for id, fence in by_lease]
+        by_lease = {run.key[1:]: run for run, _ in beaten}
+        leases = [Lease(run.job.id, fence_of(run.job), progress) for run, progress in beaten]
         told = await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
-        for run in runs:
+        for run, progress in beaten:
             run.extended_at = sent_at
-        for key, run in by_lease.items():
-            if run.progress is progress[key]:
+            if run.progress is progress:
                 run.progress = None  # Said; a newer one may have come meanwhile.
         for lease in told.lost:
             self._tell(self._lost, by_lease[lease.id, lease.fence])

@@ -19,12 +19,10 @@ from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten,
 from holdfast.jobs import Enqueued, Outcome, Placed, Request, State
 from holdfast.policy import decode_error
 from holdfast.storage import DEFAULT_URL, Storage, connect, redact
+from holdfast.storage.checks import batches
 from holdfast.waiters import ask, wait
 
 URL_VARIABLE = "HOLDFAST_URL"
-MAX_ITEMS = 250
-MAX_BYTES = 1_000_000
-"""Of one enqueue call."""
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -152,7 +150,7 @@ class Connection:
         replies: dict[int, Enqueued] = {}
 
         async def send(queue: str, places: list[int]) -> None:
-            for part in _parts(places, every):
+            for part in batches(places, lambda at: _size(every[at])):
                 told = await storage.enqueue(queue, [every[at].request for at in part])
                 replies.update(zip(part, told, strict=True))
 
@@ -166,7 +164,7 @@ class Connection:
         every = _checked(bounds)
         sent: list[tuple[Bound[Any], Enqueued | None]] = []
         for queue, group in itertools.groupby(range(len(every)), lambda at: every[at].queue):
-            for part in _parts(list(group), every):
+            for part in batches(group, lambda at: _size(every[at])):
                 requests = [every[at].request for at in part]
                 replies = self.any_storage.enqueue_in(transaction, queue, requests)
                 sent += zip((every[at] for at in part), replies, strict=True)
@@ -241,16 +239,5 @@ def _checked(bounds: Iterable[Bound[Any]]) -> list[Bound[Any]]:
     return every
 
 
-def _parts(places: list[int], bounds: list[Bound[Any]]) -> Iterable[list[int]]:
-    """Runs of requests that fit into one call."""
-    part: list[int] = []
-    size = 0
-    for at in places:
-        more = len(bounds[at].request.work.payload or b"")
-        if part and (len(part) == MAX_ITEMS or size + more > MAX_BYTES):
-            yield part
-            part, size = [], 0
-        part.append(at)
-        size += more
-    if part:
-        yield part
+def _size(bound: Bound[Any]) -> int:
+    return len(bound.request.work.payload or b"")

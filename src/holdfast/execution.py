@@ -34,6 +34,8 @@ LEFT = object()
 """In place of a payload that has to be looked up."""
 _OURS = {__file__, concurrent.futures.thread.__file__}
 
+MAX_PROGRESS_BYTES = 65_536
+
 Why = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 _current: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
@@ -72,9 +74,14 @@ class CurrentJob:
     def progress(self, value: object) -> None:
         """Say how far the run is: any JSON value. Whoever looks at the job sees the newest, within about a second."""
         try:
-            self._report(msgspec.json.encode(value))
-        except (TypeError, ValueError) as error:
+            told = msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
             raise PayloadRejected(f"progress of job {self.id!r:.80} cannot be sent as JSON: {error}") from error
+        if len(told) > MAX_PROGRESS_BYTES:
+            raise PayloadRejected(
+                f"progress of job {self.id!r:.80} has {len(told)} bytes, at most {MAX_PROGRESS_BYTES}"
+            )
+        self._report(told)
 
     def __repr__(self) -> str:
         return f"<job {self.id!r} of {self.queue}, attempt {self.attempt}>"

@@ -7,13 +7,11 @@ thread of its own in beat.py. Here is what connects them.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import random
 import secrets
 import socket
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
@@ -21,23 +19,18 @@ from typing import Any, Self
 import msgspec
 
 from holdfast.beat import Beat
-from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, StorageUnavailable
+from holdfast.drain import TRY_AGAIN_S, Drain, Outcome
+from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.events import Kind, Topic
 from holdfast.execution import Handler, Surroundings, given, timed_out
 from holdfast.fleet import NEVER, Fleet, Order, Served
 from holdfast.inline import Inline, Run
-from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled, Settlement
-from holdfast.policy import Ended, Stopped, TimedOut, admit, fence_of, smaller, verdict
+from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled
+from holdfast.policy import Ended, Stopped, TimedOut, admit, decode_error, fence_of, verdict
 from holdfast.storage import Storage
+from holdfast.storage.checks import MAX_ITEMS
 
-MAX_ITEMS = 250
-MAX_BYTES = 900_000
-"""Of one settle call, with some room for what is not counted."""
 LOOK_EVERY_S = 1.0
-TRY_AGAIN_S = (0.1, 5.0)
-"""After trouble with the storage: the first pause and the longest."""
-GIVE_UP_S = 5.0
-"""How long a worker that stops tries to settle what has ended, after its grace. What is left then runs again."""
 
 log = logging.getLogger("holdfast.worker")
 
@@ -100,15 +93,10 @@ class Worker:
         self._rng = random.Random()
         self._runs: dict[tuple[str, str, int], Run] = {}
         """What we hold: started, and not yet settled."""
-        self._outcomes: list[tuple[str, Job, Settlement, Run | None]] = []
-        self._settling = 0
-        """Outcomes on their way to the storage."""
         self._changed = asyncio.Event()
         """Something happened that the feed may want to know."""
-        self._ended_some = asyncio.Event()
         self._stop_asked = asyncio.Event()
         self._quick = asyncio.Event()
-        self._nothing_left = False
         self._events: asyncio.Queue[RunEvent | None] = asyncio.Queue()
         self._beat: Beat | None = None
         self._stack = AsyncExitStack()
@@ -132,6 +120,8 @@ class Worker:
         try:
             await self._stack.enter_async_context(self._opened)
             self._storage = self._find_storage()
+            policies = {queue: handler.policy for queue, handler in self._handlers.items()}
+            self._drain = Drain(self._storage, self.name, policies, self._around, self._settled, self._drained)
             self._executor = Inline(self._around, ended=self._ended, stuck=self._stuck, reported=self._reported)
             self._stack.callback(self._executor.close)
             if self._lifespan is not None:
@@ -177,16 +167,18 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 listening = [tasks.create_task(self._listen(topics)) for topics in self._topics()]
-                drain = tasks.create_task(self._drain())
+                drain = tasks.create_task(self._drain.run())
                 tasks.create_task(self._tell())
                 await self._feed()
                 for task in listening:
                     task.cancel()
                 await self._let_runs_end()
-                self._nothing_left = True
-                self._ended_some.set()
+                self._drain.end()
                 await drain
                 self._events.put_nowait(None)
+        except Exception:
+            log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
+            raise
         finally:
             if beat is not None:
                 await beat.stop()
@@ -245,7 +237,7 @@ class Worker:
     def _begin(self, handler: Handler, job: Job, sent_at: float) -> None:
         refused = Release(job.id, fence_of(job)) if self._stop_asked.is_set() else admit(job, handler.policy)
         if refused is not None:
-            self._settle(handler.queue, job, refused)
+            self._drain.put(handler.queue, Outcome(job, refused))
             return
         run = Run(handler, job, sent_at)
         self._runs[run.key] = run
@@ -259,7 +251,7 @@ class Worker:
         """Nothing runs, nothing is to be settled, and every queue said that it has nothing."""
         if self._fleet.next_claim_at(now) != NEVER:
             return False
-        return not self._runs and not self._outcomes and not self._settling and not self._fleet.runs
+        return not self._runs and not self._drain.busy and not self._fleet.runs
 
     async def _until_changed(self, seconds: float) -> None:
         """Until something happens: a hint, a run that ended, a stop."""
@@ -314,7 +306,8 @@ class Worker:
 
     def _judge(self, run: Run, ended: Ended) -> None:
         run.held = False
-        self._settle(run.handler.queue, run.job, verdict(run.job, ended, run.handler.policy, self._rng), run)
+        settlement = verdict(run.job, ended, run.handler.policy, self._rng)
+        self._drain.put(run.handler.queue, Outcome(run.job, settlement, run))
 
     def _reported(self) -> None:
         if self._beat is not None:
@@ -387,92 +380,25 @@ class Worker:
     def _beat_trouble(self, error: BaseException) -> None:
         log.warning("worker %s could not say that it is alive: %s", self.name, error)
 
-    # Drain
+    # What became of it
 
-    def _settle(self, queue: str, job: Job, settlement: Settlement, run: Run | None = None) -> None:
-        self._outcomes.append((queue, job, settlement, run))
-        self._ended_some.set()
-
-    async def _drain(self) -> None:
-        while True:
-            if not self._outcomes:
-                if self._nothing_left:
-                    return
-                self._ended_some.clear()
-                await self._ended_some.wait()
-                continue
-            outcomes, self._outcomes = self._outcomes, []
-            by_queue: dict[str, list[_Outcome]] = defaultdict(list)
-            for queue, job, settlement, run in outcomes:
-                by_queue[queue].append((job, settlement, run))
-            self._settling = len(outcomes)
-            await asyncio.gather(*(self._settle_all(queue, items) for queue, items in by_queue.items()))
-            self._settling = 0
-            if self._burst:  # What they left behind may be ready, and hints may come late.
-                for queue in self.queues:
-                    self._fleet.wake(queue)
-                self._changed.set()
-
-    async def _settle_all(self, queue: str, outcomes: list[_Outcome]) -> None:
-        for batch in _batches(outcomes):
-            try:
-                replies = await self._send(queue, [settlement for _, settlement, _ in batch])
-            except (PayloadRejected, OptionError):
-                for outcome in batch:
-                    await self._settle_one(queue, outcome)
-            except Exception as error:
-                self._settled(queue, batch, [])
-                await self._around.trouble(error, f"worker {self.name} could not settle jobs of {queue}")
-            else:
-                self._settled(queue, batch, replies)
-
-    async def _settle_one(self, queue: str, outcome: _Outcome) -> None:
-        """Something in a batch was refused: a result that is too large, most likely. That job fails, it would not do
-        better a second time; an error that is too large is cut."""
-        job, settlement, run = outcome
-        policy = self._handlers[queue].policy
-        attempts = [settlement]
-        while attempts:
-            settlement = attempts.pop(0)
-            try:
-                replies = await self._send(queue, [settlement])
-            except (PayloadRejected, OptionError) as error:
-                await self._around.trouble(error, f"what became of job {job.id!r:.80} in {queue} was refused")
-                if settlement is outcome[1]:
-                    attempts = smaller(job, settlement, policy, str(error))
-            else:
-                self._settled(queue, [(job, settlement, run)], replies)
-                return
-        self._settled(queue, [outcome], [])
-
-    async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[Settled]:
-        """Settle, and try again for as long as the storage cannot be reached: what ended must not run again."""
-        pause = TRY_AGAIN_S[0]
-        give_up_at: float | None = None
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                return await self._storage.settle(queue, batch, worker=self.name)
-            except StorageUnavailable as error:
-                await self._around.trouble(error, f"worker {self.name} could not settle {len(batch)} jobs of {queue}")
-            if self._nothing_left:
-                give_up_at = give_up_at or loop.time() + GIVE_UP_S
-                if loop.time() >= give_up_at:
-                    log.error("worker %s gives up on %d ended jobs of %s: they run again", self.name, len(batch), queue)
-                    return [Settled.LOST] * len(batch)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, TRY_AGAIN_S[1])
-
-    def _settled(self, queue: str, batch: Sequence[_Outcome], replies: Sequence[Settled]) -> None:
-        """Let the leases go. Without replies nobody knows what became of them: they expire."""
+    def _settled(self, queue: str, outcomes: Sequence[tuple[Outcome, Settled | None]]) -> None:
+        """Let the leases go."""
         now = asyncio.get_running_loop().time()
-        for (job, settlement, run), reply in itertools.zip_longest(batch, replies):
+        for outcome, reply in outcomes:
+            run = outcome.run
             if run is not None:
                 self._runs.pop(run.key, None)
             if reply is Settled.LOST:
-                log.warning("job %r of %s was settled by another: what this run gave is refused", job.id, queue)
+                log.warning("job %r of %s is another's: what this run gave is refused", outcome.job.id, queue)
             elif reply is Settled.OK and self._on_event:
-                self._events.put_nowait(_event_of(queue, job, settlement, now - run.started_at if run else 0.0))
+                self._events.put_nowait(_event_of(queue, outcome, now - run.started_at if run else 0.0))
+
+    def _drained(self) -> None:
+        if self._burst:  # What was left behind may be ready, and hints may come late.
+            for queue in self.queues:
+                self._fleet.wake(queue)
+            self._changed.set()
 
     async def _tell(self) -> None:
         """Events to their hooks, in order, apart from the drain: a slow hook holds nothing up."""
@@ -484,46 +410,23 @@ class Worker:
                     await self._around.trouble(error, f"on_event, for {event.kind} of job {event.id!r:.80}")
 
 
-_Outcome = tuple[Job, Settlement, Run | None]
-
-
-def _event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
-    kind, error = Kind.RELEASED, None
-    match settlement:
+def _event_of(queue: str, outcome: Outcome, seconds: float) -> RunEvent:
+    kind = Kind.RELEASED
+    error: bytes | None = None
+    match outcome.settlement:
         case Complete():
             kind = Kind.COMPLETED
-        case Fail():
-            kind, error = Kind.FAILED, settlement.error
-        case Retry():
-            kind, error = (Kind.TIMED_OUT if settlement.counts == "timeouts" else Kind.RETRIED), settlement.error
+        case Fail(error=error):
+            kind = Kind.FAILED
+        case Retry(error=error, counts=counts):
+            kind = Kind.TIMED_OUT if counts == "timeouts" else Kind.RETRIED
         case Release():
             pass
-    told = None if error is None else msgspec.json.decode(error, type=JobError)
-    return RunEvent(kind=kind, queue=queue, id=job.id, attempt=job.attempts, seconds=seconds, error=told)
-
-
-def _batches(outcomes: Sequence[_Outcome]) -> Iterator[list[_Outcome]]:
-    batch: list[_Outcome] = []
-    size = 0
-    for outcome in outcomes:
-        more = _size(outcome[1])
-        if batch and (len(batch) == MAX_ITEMS or size + more > MAX_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(outcome)
-        size += more
-    if batch:
-        yield batch
-
-
-def _size(settlement: Settlement) -> int:
-    match settlement:
-        case Complete():
-            return len(settlement.result or b"")
-        case Fail():
-            follow_up = settlement.follow_up
-            return len(settlement.error) + len((follow_up.payload if follow_up else None) or b"")
-        case Retry():
-            return len(settlement.error or b"")
-        case Release():
-            return 0
+    return RunEvent(
+        kind=kind,
+        queue=queue,
+        id=outcome.job.id,
+        attempt=outcome.job.attempts,
+        seconds=seconds,
+        error=None if error is None else decode_error(error),
+    )

@@ -13,7 +13,16 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
     *(("errors",), ("clock",), ("jobs",), ("events",), ("machine",), ("options",), ("policy",), ("fleet",)),
-    *(("storage",), ("waiters",), ("codec",), ("arguments",), ("execution",), ("inline",), ("beat",), ("worker",)),
+    *(
+        ("storage",),
+        ("waiters",),
+        ("codec",),
+        ("arguments",),
+        ("execution",),
+        ("inline",),
+        ("beat", "drain"),
+        ("worker",),
+    ),
     *(("connection",), ("task", "queue", "sync"), ("app",), ("testing",), ("pytest_plugin",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""

@@ -7,7 +7,7 @@ them, which costs less than looking at each field and leaves nothing out. What i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -38,6 +38,7 @@ _QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,120}(/failed)?", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,40}", re.ASCII)
 
 T = TypeVar("T", bound=Value)
+Item = TypeVar("Item")
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_requests = msgspec.msgpack.Decoder(list[Request]).decode
@@ -47,6 +48,21 @@ _read_topics = msgspec.msgpack.Decoder(list[Topic]).decode
 _read_facts = msgspec.msgpack.Decoder(Facts).decode
 _WRONG = (msgspec.DecodeError, UnicodeError, TypeError, OverflowError, RecursionError)
 """What packing and reading back may raise."""
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cut a list into parts that fit into one call each, in order."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        more = size(item)
+        if part and (len(part) == MAX_ITEMS or total + more > MAX_CALL_BYTES):
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += more
+    if part:
+        yield part
 
 
 def check_queue(queue: str) -> str:
