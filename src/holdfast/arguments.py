@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import string
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from typing import Any, get_type_hints
 from urllib.parse import quote
@@ -114,6 +114,11 @@ class Arguments:
         """Can the codec read every parameter? Raises `OptionError`, and names the one that it cannot."""
         for parameter in self._parameters:
             self._check_type(codec, f"parameter {parameter.name!r}", self._field(parameter)[1])
+        if not self.whole:
+            try:
+                self._as_struct()
+            except Exception as error:
+                raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
         self._check_type(codec, "the result", self.returns)
 
     def _check_type(self, codec: Codec, what: str, type: Any) -> None:
@@ -131,19 +136,7 @@ class Arguments:
         by_name: dict[str, Any] = msgspec.structs.asdict(given)
         if self._plain:
             return (), by_name
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for parameter in self._parameters:
-            value = by_name[parameter.name]
-            if parameter.kind is Parameter.VAR_POSITIONAL:
-                args.extend(value)
-            elif parameter.kind is Parameter.VAR_KEYWORD:
-                kwargs.update(value)
-            elif parameter.kind is Parameter.KEYWORD_ONLY:
-                kwargs[parameter.name] = value
-            else:
-                args.append(value)
-        return tuple(args), kwargs
+        return _spread(self._parameters, by_name)
 
     def _as_struct(self) -> type[msgspec.Struct]:
         if self._struct is None:
@@ -267,20 +260,29 @@ def _escaped(value: object, special: str) -> str:
 
 
 def _called(arguments: Arguments, template: Callable[..., str], given: dict[str, Any]) -> str:
-    values = _with_defaults(arguments, given)
+    args, kwargs = _spread(arguments.signature.parameters.values(), _with_defaults(arguments, given))
+    id = template(*args, **kwargs)
+    if not isinstance(id, str):
+        raise OptionError(f"the function that makes the ids of {arguments.name} gave {id!r:.60}, not text")
+    return id
+
+
+def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Values by name, as a call passes them: by name again, unless more positions follow."""
+    parameters = list(parameters)
+    starred = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for parameter in arguments.signature.parameters.values():
+    for parameter in parameters:
         value = values[parameter.name]
         if parameter.kind is Parameter.VAR_POSITIONAL:
             args.extend(value)
         elif parameter.kind is Parameter.VAR_KEYWORD:
             kwargs.update(value)
-        elif parameter.kind is Parameter.POSITIONAL_ONLY:
+        elif parameter.kind is Parameter.POSITIONAL_ONLY or (
+            starred and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        ):
             args.append(value)
         else:
             kwargs[parameter.name] = value
-    id = template(*args, **kwargs)
-    if not isinstance(id, str):
-        raise OptionError(f"the function that makes the ids of {arguments.name} gave {id!r:.60}, not text")
-    return id
+    return tuple(args), kwargs

@@ -10,18 +10,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from holdfast.errors import StorageUnavailable
+from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.inline import Run
-from holdfast.jobs import Facts, Lease
+from holdfast.jobs import Extended, Facts, Lease
 from holdfast.policy import fence_of, timeout_ms
 from holdfast.storage import Storage
 from holdfast.storage.checks import MAX_ITEMS, batches
 
 SOONEST_S = 0.5
 """Progress makes the next beat come early, but not sooner after the last than this."""
+GOODBYE_S = 1.0
 LEAVING_MS = 100
 """A worker that says goodbye is listed for this much longer: the least that a storage takes."""
 ANNOUNCED_BEATS = 8
@@ -62,8 +63,8 @@ class Beat:
         self._trouble = trouble
         self._home = asyncio.get_running_loop()
         self._stopping = False
-        self._stopped = asyncio.Event()
         self._nudged = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="holdfast-beat", daemon=True)
 
@@ -75,9 +76,9 @@ class Beat:
         self._call(self._nudged.set)
 
     async def stop(self) -> None:
+        """End at once, whatever the beat is at; a last word is said if that takes no time."""
         self._stopping = True
-        self._call(self._stopped.set)
-        self._call(self._nudged.set)
+        self._call(self._cancel_work)
         await asyncio.to_thread(self._thread.join)
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -89,6 +90,18 @@ class Beat:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._work = asyncio.create_task(self._beat_for_ever())
+        if self._stopping:
+            self._work.cancel()
+        await asyncio.wait([self._work])
+
+    def _cancel_work(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _beat_for_ever(self) -> None:
+        """When a beat does not get through, begin anew at once, with a new connection: the living must be heard of
+        before half a lease has passed since the storage came back."""
         while not self._stopping:
             try:
                 async with AsyncExitStack() as stack:
@@ -99,58 +112,86 @@ class Beat:
                 self._broke(StorageUnavailable(f"no answer to a heartbeat within {self._every_s:g} s"))
             except Exception as error:
                 self._broke(error)
-            else:
-                continue
-            await _until(self._stopped, self._every_s / 10)
+            await asyncio.sleep(self._every_s / 10)
 
-    def _broke(self, error: Exception) -> None:
-        """A beat did not get through. Begin anew at once, with a new connection: the living must be heard of before
-        half a lease has passed since the storage came back."""
+    def _broke(self, error: BaseException) -> None:
+        """A beat, or part of it, did not get through."""
         self._tell(self._trouble, error)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
         loop = asyncio.get_running_loop()
-        while not self._stopping:
-            began = loop.time()
-            async with asyncio.timeout(self._every_s):
-                await self._beat(storage)
-            await _until(self._stopped, min(SOONEST_S, self._every_s))
-            await self._sleep(began + self._every_s - loop.time())
         try:
-            async with asyncio.timeout(self._every_s):
+            while True:
+                began = loop.time()
+                async with asyncio.timeout(self._every_s):
+                    await self._beat(storage)
+                await asyncio.sleep(min(SOONEST_S, self._every_s))
+                await self._until_nudged(began + self._every_s - loop.time())
+        except asyncio.CancelledError:
+            await self._say_goodbye(storage)
+            raise
+
+    async def _until_nudged(self, seconds: float) -> None:
+        """Until it is time, or there is something to tell."""
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                await self._nudged.wait()
+        except TimeoutError:
+            pass  # The usual rhythm.
+        self._nudged.clear()
+
+    async def _say_goodbye(self, storage: Storage) -> None:
+        try:
+            async with asyncio.timeout(GOODBYE_S):
                 await storage.announce(self._worker, self._facts(), ttl_ms=LEAVING_MS)
         except (StorageUnavailable, TimeoutError):
             pass  # It is forgotten a little later.
 
     async def _beat(self, storage: Storage) -> None:
+        """Everything side by side: what holds one queue up must not cost the leases of another."""
         by_queue: dict[str, list[_Beaten]] = defaultdict(list)
         for run in self._held():
             if self._extends(run):
                 by_queue[run.handler.queue].append((run, run.progress))
-        for queue, runs in by_queue.items():
-            for batch in batches(runs, lambda beaten: len(beaten[1] or b"")):
-                await self._extend(storage, queue, batch)
+        steps = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
+        ended = await asyncio.gather(*steps, self._announce(storage), self._sweep(storage), return_exceptions=True)
+        errors = [error for error in ended if isinstance(error, BaseException)]
+        if len(errors) == len(ended):
+            raise errors[0]  # Nothing got through: the connection is of no use.
+        for error in errors:
+            self._broke(error)
+
+    async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:
+        for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
+            sent_at = asyncio.get_running_loop().time()
+            try:
+                told = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
+            except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler says.
+                self._tell(self._trouble, error)
+                told = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
+            for run, progress in beaten:
+                run.extended_at = sent_at
+                if run.progress is progress:
+                    run.progress = None  # Said; a newer one may have come meanwhile.
+            by_lease = {run.key[1:]: run for run, _ in beaten}
+            for lease in told.lost:
+                self._tell(self._lost, by_lease[lease.id, lease.fence])
+            for lease in told.cancel_asked:
+                self._tell(self._cancel, by_lease[lease.id, lease.fence])
+
+    async def _send(self, storage: Storage, queue: str, leases: list[Lease]) -> Extended:
+        return await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
+
+    async def _announce(self, storage: Storage) -> None:
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
         orders = await storage.announce(self._worker, self._facts(), ttl_ms=ttl_ms)
         if orders.evict:
             self._tell(self._evict)
+
+    async def _sweep(self, storage: Storage) -> None:
         for queue in await storage.ready(self._full()[:MAX_ITEMS]):
             await storage.sweep(queue)
-
-    async def _extend(self, storage: Storage, queue: str, beaten: Sequence[_Beaten]) -> None:
-        sent_at = asyncio.get_running_loop().time()
-        by_lease = {run.key[1:]: run for run, _ in beaten}
-        leases = [Lease(run.job.id, fence_of(run.job), progress) for run, progress in beaten]
-        told = await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
-        for run, progress in beaten:
-            run.extended_at = sent_at
-            if run.progress is progress:
-                run.progress = None  # Said; a newer one may have come meanwhile.
-        for lease in told.lost:
-            self._tell(self._lost, by_lease[lease.id, lease.fence])
-        for lease in told.cancel_asked:
-            self._tell(self._cancel, by_lease[lease.id, lease.fence])
 
     def _extends(self, run: Run) -> bool:
         """A run that is long past its timeout is let go, even if the loop is blocked and cannot say so itself; one
@@ -178,15 +219,6 @@ class Beat:
         except RuntimeError:
             pass  # The worker's loop has closed. Nobody is left to be told.
 
-    async def _sleep(self, seconds: float) -> None:
-        """Until it is time, or there is something to tell."""
-        await _until(self._nudged, seconds)
-        self._nudged.clear()
 
-
-async def _until(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(max(0.0, seconds)):
-            await event.wait()
-    except TimeoutError:
-        pass  # The usual rhythm.
+def _lease(run: Run, progress: bytes | None) -> Lease:
+    return Lease(run.job.id, fence_of(run.job), progress)

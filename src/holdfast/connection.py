@@ -12,6 +12,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from holdfast.clock import Clock
 from holdfast.codec import Codec, Codecs
@@ -52,6 +53,7 @@ class Connection:
         """What tests put in place of the storage, for every loop."""
         self._rehearsed = 0
         """How often the app was opened during a rehearsal."""
+        self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._others: dict[asyncio.AbstractEventLoop, Storage] = {}
         """Storages that were opened beside the app's own: the blocking calls'."""
 
@@ -96,22 +98,25 @@ class Connection:
             if not self._loop.is_closed():
                 raise NotOpen("the app is open on another event loop: close it there, or make a second app")
             self._storage, self._loop, self._opened = self._storage.twin(), None, 0
-        if self._loop is None:
-            await self._storage.__aenter__()
-            self._loop = loop
-        self._opened += 1
+        async with self._lock(loop):
+            if self._loop is None:
+                await self._storage.__aenter__()
+                self._loop = loop
+            self._opened += 1
 
     async def __aexit__(self, *exc: object) -> None:
         if self._rehearsed:
             self._rehearsed -= 1
             return
         self._opened -= 1
-        if self._opened == 0:
-            self._loop = None
-            try:
-                await self._storage.__aexit__(None, None, None)
-            finally:
-                self._storage = self._storage.twin()
+        async with self._lock(asyncio.get_running_loop()):
+            if self._opened == 0 and self._loop is not None:
+                storage, self._storage, self._loop = self._storage, self._storage.twin(), None
+                await storage.__aexit__(None, None, None)
+
+    def _lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+        """One at a time opens or closes on a loop."""
+        return self._locks.setdefault(loop, asyncio.Lock())
 
     @property
     def any_storage(self) -> Storage:
@@ -120,15 +125,20 @@ class Connection:
 
     def rehearse(self, storage: Storage | None) -> None:
         """Put another storage in place of the app's own, on every loop, until None is put back: for tests."""
+        if storage is not None and self._rehearsal is not None:
+            raise OptionError("the app is in a rehearsal already: end that one first")
         self._rehearsal = storage
 
     async def open_beside(self) -> None:
         """Open the storage once more, for the running loop."""
         loop = asyncio.get_running_loop()
-        if self._rehearsal is None and loop is not self._loop and loop not in self._others:
-            storage = self._storage.twin()
-            await storage.__aenter__()
-            self._others[loop] = storage
+        if self._rehearsal is not None or loop in self._others:
+            return
+        async with self._lock(loop):
+            if loop not in self._others:
+                storage = self._storage.twin()
+                await storage.__aenter__()
+                self._others[loop] = storage
 
     async def close_beside(self) -> None:
         storage = self._others.pop(asyncio.get_running_loop(), None)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
-from holdfast.execution import Surroundings
+from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.inline import Run
 from holdfast.jobs import Complete, Fail, Job, Release, Retry, Settled, Settlement
 from holdfast.policy import Policy, smaller
@@ -45,43 +44,61 @@ class Drain:
         storage: Storage,
         worker: str,
         policies: Mapping[str, Policy],
-        around: Surroundings,
+        trouble: Callable[[Exception, str], None],
         settled: Callable[[str, Sequence[tuple[Outcome, Settled | None]]], None],
         idle: Callable[[], None],
     ) -> None:
         self._storage = storage
         self._worker = worker
         self._policies = policies
-        self._around = around
+        self._trouble = trouble
         self._settled = settled
         self._idle = idle
         self._waiting: dict[str, list[Outcome]] = {}
-        self._came = asyncio.Event()
-        self._ending = False
-        self.busy = False
+        self._settling: set[str] = set()
+        """Queues that are being seen to: one call at a time each, and none waits for another."""
+        self._tasks: asyncio.TaskGroup | None = None
+        self._ending = asyncio.Event()
+        self._give_up_at: float | None = None
+
+    @property
+    def busy(self) -> bool:
         """Something waits, or is on its way."""
+        return bool(self._waiting or self._settling)
 
     def put(self, queue: str, outcome: Outcome) -> None:
         self._waiting.setdefault(queue, []).append(outcome)
-        self.busy = True
-        self._came.set()
+        self._start(queue)
 
     def end(self) -> None:
         """Nothing more will come: `run` ends when all is settled."""
-        self._ending = True
-        self._came.set()
+        self._give_up_at = asyncio.get_running_loop().time() + GIVE_UP_S
+        self._ending.set()
 
     async def run(self) -> None:
-        while True:
-            await self._came.wait()
-            self._came.clear()
-            while self._waiting:
-                waiting, self._waiting = self._waiting, {}
-                await asyncio.gather(*(self._settle(queue, outcomes) for queue, outcomes in waiting.items()))
-            self.busy = False
-            self._idle()
-            if self._ending:
-                return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for queue in list(self._waiting):
+                    self._start(queue)
+                try:
+                    await self._ending.wait()
+                except asyncio.CancelledError:
+                    self._tasks = None  # The group takes no more. What is not settled runs again.
+                    raise
+        finally:
+            self._tasks = None
+
+    def _start(self, queue: str) -> None:
+        if self._tasks is not None and queue not in self._settling:
+            self._settling.add(queue)
+            self._tasks.create_task(self._settle_queue(queue))
+
+    async def _settle_queue(self, queue: str) -> None:
+        while outcomes := self._waiting.pop(queue, None):
+            await self._settle(queue, outcomes)
+        self._settling.discard(queue)
+        self._idle()
 
     async def _settle(self, queue: str, outcomes: list[Outcome]) -> None:
         for batch in batches(outcomes, _size):
@@ -91,8 +108,7 @@ class Drain:
                 for outcome in batch:
                     await self._settle_alone(queue, outcome)
             except Exception as error:
-                self._settled(queue, [(outcome, None) for outcome in batch])
-                await self._around.trouble(error, f"worker {self._worker} could not settle jobs of {queue}")
+                self._let_go(queue, batch, error)
             else:
                 self._settled(queue, list(zip(batch, replies, strict=True)))
 
@@ -107,31 +123,37 @@ class Drain:
             try:
                 (reply,) = await self._send(queue, [attempts[at]])
             except (PayloadRejected, OptionError) as error:
-                await self._around.trouble(error, f"what became of job {outcome.job.id!r:.80} in {queue} was refused")
+                self._trouble(error, f"what became of job {outcome.job.id!r:.80} in {queue} was refused")
                 if at == 0:
                     attempts += smaller(outcome.job, outcome.settlement, self._policies[queue], str(error))
+            except Exception as error:
+                self._let_go(queue, [outcome], error)
+                return
             else:
                 self._settled(queue, [(msgspec.structs.replace(outcome, settlement=attempts[at]), reply)])
                 return
 
+    def _let_go(self, queue: str, outcomes: Sequence[Outcome], error: Exception) -> None:
+        self._settled(queue, [(outcome, None) for outcome in outcomes])
+        self._trouble(error, f"worker {self._worker} could not settle jobs of {queue}: they run again")
+
     async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[Settled]:
-        """Settle, and try again for as long as the storage cannot be reached."""
+        """Settle, and try again for as long as the storage cannot be reached; not for ever once the end has come."""
         pause = TRY_AGAIN_S[0]
-        give_up_at: float | None = None
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                return await self._storage.settle(queue, batch, worker=self._worker)
-            except StorageUnavailable as error:
-                await self._around.trouble(
-                    error, f"worker {self._worker} could not settle {len(batch)} jobs of {queue}"
-                )
-            if self._ending:
-                give_up_at = give_up_at or loop.time() + GIVE_UP_S
-                if loop.time() >= give_up_at:
-                    raise StorageUnavailable(f"gave up on {len(batch)} jobs that have ended: they run again")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, TRY_AGAIN_S[1])
+                async with asyncio.timeout_at(self._give_up_at):
+                    return await self._storage.settle(queue, batch, worker=self._worker)
+            except TimeoutError:
+                raise StorageUnavailable("it could not be reached in time") from None
+            except (StorageUnavailable, StorageFull) as error:
+                self._trouble(error, f"worker {self._worker} could not settle jobs of {queue}")
+            try:
+                async with asyncio.timeout(pause):
+                    await self._ending.wait()
+                await asyncio.sleep(TRY_AGAIN_S[0])
+            except TimeoutError:
+                pause = min(2 * pause, TRY_AGAIN_S[1])
 
 
 def _size(outcome: Outcome) -> int:

@@ -6,6 +6,7 @@ Each message says what was tried and what to do next.
 
 from __future__ import annotations
 
+import functools
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -61,6 +62,9 @@ class JobFailed(HoldfastError):
     def __init__(self, message: str, *, error: JobError) -> None:
         super().__init__(message)
         self.error = error
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), error=self.error), self.args
 
     @property
     def attempts(self) -> int:

@@ -28,6 +28,9 @@ class Kind(StrEnum):
     PURGED = "purged"
 
 
+LOOK_EVERY_S = 1.0
+"""Who listens looks once in so long as well: a lost hint costs no more."""
+
 STARTS = frozenset({Kind.ENQUEUED, Kind.PROMOTED})
 ENDS = frozenset({Kind.COMPLETED, Kind.FAILED, Kind.CANCELLED, Kind.PURGED})
 """Every start has one end, once nothing of the queue is live: `audit` checks that the totals say so."""

@@ -213,7 +213,7 @@ class Surroundings:
         """Something failed that is no job's own failure: tell the error hooks, or the log if there is none."""
         try:
             for hook in self.errors:
-                await given(hook(error, where))
+                await awaited(hook(error, where))
             if self.errors:
                 return
         except (Exception, SystemExit) as wrong:
@@ -221,7 +221,7 @@ class Surroundings:
         log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
 
 
-async def given(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
     """What a hook gave, whether it is async or not."""
     return await value if inspect.isawaitable(value) else value
 
@@ -289,12 +289,14 @@ async def _call(
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         current.on_loop = False
-        value = await loop.run_in_executor(threads, lambda: context.run(_in_thread, function, args, kwargs))
-        current.on_loop = True
+        try:
+            value = await loop.run_in_executor(threads, lambda: context.run(_in_thread, function, args, kwargs))
+        finally:
+            current.on_loop = True
         if inspect.iscoroutine(value) and current.stopping is not None:
             value.close()
             raise asyncio.CancelledError
-        return await given(value)
+        return await awaited(value)
 
     proceed: Proceed = innermost
     for layer in reversed(middleware):
@@ -345,6 +347,8 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
     if isinstance(error, UnknownParameter):
         return Raised(as_data(error, "retriable"))
     permanent = isinstance(error, PermanentError | PayloadRejected) or _said_by(error, "kind") == "permanent"
+    if current.stopping is not None and not permanent and not isinstance(error, Retry):
+        return Stopped(current.stopping)  # It was told to stop, and stumbled on the way out.
     told = as_data(error, "permanent" if permanent else "retriable")
     try:
         delay_ms, run_at = _when(error)
@@ -444,7 +448,7 @@ async def _after(
     )
     try:
         for hook in around.after:
-            await given(hook(execution))
+            await awaited(hook(execution))
         return _changed(ended, execution, handler)
     except asyncio.CancelledError:
         return ended  # The run was stopped during the hook. It has ended already.
@@ -460,4 +464,6 @@ def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler:
         return msgspec.structs.replace(again, result_ttl_ms=ttl_ms) if isinstance(again, Returned) else again
     if not isinstance(execution.error, JobError):
         raise TypeError(f"the error of an execution is a JobError, not {execution.error!r:.60}")
-    return msgspec.structs.replace(ended, error=decisions.cut(execution.error), failure_ttl_ms=ttl_ms)
+    error = decisions.cut(execution.error)
+    decisions.encode_error(error)  # What cannot be stored is the hook's mistake, not the job's.
+    return msgspec.structs.replace(ended, error=error, failure_ttl_ms=ttl_ms)

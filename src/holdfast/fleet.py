@@ -15,6 +15,8 @@ LOWER_FIRST_EVERY = 16
 """Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
 times is waited for."""
 MAX_CLAIM = 250
+MAX_BLOCK_S = 60.0
+"""For so long others are held back so that a large job finds room."""
 NEVER = float("inf")
 
 
@@ -30,8 +32,12 @@ class Served(msgspec.Struct):
     """A hint came after the last claim was sent, which may not have seen what it is about."""
     planned: int = 0
     """In which plan it last had an order."""
+    asked: int = 0
+    """Jobs of a claim that is on its way. There is one at a time."""
     passed_over: int = 0
     """Plans in which it had work, and its next job did not fit."""
+    blocks_since: float = NEVER
+    """Since when others are held back for it."""
     claim_at: float = 0.0
     """When to claim from it next; in the past if it may have work now, `NEVER` if nothing is known of any."""
 
@@ -56,6 +62,15 @@ class Fleet:
         for queue in self._served.values():
             queue.size = min(queue.size, capacity)  # One that is larger than everything runs alone.
         self._plans = 0
+        self._asked_units = self._asked_runs = 0
+        """What claims that are on their way may bring."""
+        self._stuck_units = 0
+        """What runs take up that were given up, and may never end."""
+
+    @property
+    def claiming(self) -> bool:
+        """Is a claim on its way?"""
+        return self._asked_runs > 0
 
     @property
     def queues(self) -> list[str]:
@@ -69,8 +84,8 @@ class Fleet:
 
     def plan(self, now: float) -> list[Order]:
         """What to claim. No two orders are for one queue, and together they fit."""
-        due = [queue for queue in self._served.values() if queue.claim_at <= now]
-        ready = self._without_the_blocked(due)
+        due = [queue for queue in self._served.values() if queue.claim_at <= now and not queue.asked]
+        ready = self._without_the_blocked(due, now)
         if not ready:
             return []
         self._plans += 1
@@ -90,27 +105,42 @@ class Fleet:
             orders += shares
         for order in orders:
             served = self._served[order.queue]
-            served.planned, served.woken, served.passed_over = self._plans, False, 0
+            served.asked, served.planned, served.woken = order.limit, self._plans, False
+            served.passed_over, served.blocks_since = 0, NEVER
+            self._asked_units += order.limit * served.size
+            self._asked_runs += order.limit
         return orders
 
-    def _without_the_blocked(self, due: list[Served]) -> list[Served]:
+    def _without_the_blocked(self, due: list[Served], now: float) -> list[Served]:
         """Queues that have room. Where a large job has waited long enough for some, only higher queues go on until
-        enough has ended, and at last not even those."""
+        enough has ended, and at last not even those; but not for ever, it may be a long run that has to end."""
         free = self._free()
         ready = [queue for queue in due if self._room(queue, free) > 0]
         blocked_by = -1
         for queue in due:
-            if free < queue.size <= self.capacity and self._has_slot(queue):
-                queue.passed_over += 1
-                if queue.passed_over >= LOWER_FIRST_EVERY**2:
-                    return []
-                if queue.passed_over >= LOWER_FIRST_EVERY:
-                    blocked_by = max(blocked_by, queue.priority)
+            if not self._crowded(queue, free):
+                continue
+            queue.passed_over += 1
+            if queue.passed_over >= LOWER_FIRST_EVERY:
+                queue.blocks_since = min(queue.blocks_since, now)
+                if now - queue.blocks_since > MAX_BLOCK_S:
+                    queue.passed_over, queue.blocks_since = 0, NEVER
+                    continue
+                blocked_by = max(blocked_by, queue.priority)
+            if queue.passed_over >= LOWER_FIRST_EVERY**2:
+                return []
         return [queue for queue in ready if queue.priority > blocked_by]
+
+    def _crowded(self, queue: Served, free: int) -> bool:
+        """Would its next job fit, if only enough of what runs ended?"""
+        return free < queue.size <= self.capacity - self._stuck_units and self._has_slot(queue)
 
     def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
         """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
         served = self._served[queue]
+        self._asked_units -= served.asked * served.size
+        self._asked_runs -= served.asked
+        served.asked = 0
         served.claim_at = 0.0 if got >= asked or served.woken else claim_at
 
     def started(self, queue: str) -> None:
@@ -119,11 +149,17 @@ class Fleet:
         self.used += served.size
         self.runs += 1
 
-    def ended(self, queue: str) -> None:
+    def gave_up(self, queue: str) -> None:
+        """A run does not stop. It keeps its room, and nobody waits for that."""
+        self._stuck_units += self._served[queue].size
+
+    def ended(self, queue: str, *, given_up: bool = False) -> None:
         served = self._served[queue]
         served.running -= 1
         self.used -= served.size
         self.runs -= 1
+        if given_up:
+            self._stuck_units -= served.size
 
     def next_claim_at(self, now: float) -> float:
         """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
@@ -140,11 +176,21 @@ class Fleet:
         free = self._free()
         return [queue.queue for queue in self._served.values() if queue.claim_at > now and self._room(queue, free) > 0]
 
+    def crowded(self, now: float) -> list[str]:
+        """Queues that should have work, of which nothing fits."""
+        free = self._free()
+        return [q.queue for q in self._served.values() if q.claim_at <= now and not q.asked and self._crowded(q, free)]
+
+    def sleep(self, queue: str) -> None:
+        """It has no work after all."""
+        served = self._served[queue]
+        served.claim_at, served.passed_over, served.blocks_since = NEVER, 0, NEVER
+
     def _free(self) -> int:
-        return self.capacity - self.used
+        return self.capacity - self.used - self._asked_units
 
     def _runs_left(self) -> int:
-        return MAX_CLAIM * len(self._served) if self._most is None else self._most - self.runs
+        return MAX_CLAIM * len(self._served) if self._most is None else self._most - self.runs - self._asked_runs
 
     def _room(self, queue: Served, free: int) -> int:
         """How many jobs of a queue fit."""

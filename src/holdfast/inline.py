@@ -21,7 +21,10 @@ CAPACITY = 1_000
 class Run:
     """A job that this worker has leased and started."""
 
-    __slots__ = ("current", "done", "extended_at", "handler", "held", "job", "progress", "started_at", "task", "timers")
+    __slots__ = (
+        *("current", "done", "extended_at", "given_up", "handler", "held"),
+        *("job", "progress", "started_at", "task", "timers"),
+    )
 
     def __init__(self, handler: Handler, job: Job, extended_at: float) -> None:
         self.handler = handler
@@ -33,6 +36,8 @@ class Run:
         self.held = True
         """The lease is ours, and nothing was decided about it yet."""
         self.done = False
+        self.given_up = False
+        """It was told to stop, and does not."""
         self.progress: bytes | None = None
         self.task: asyncio.Task[Ended] | None = None
         self.timers: list[asyncio.TimerHandle] = []

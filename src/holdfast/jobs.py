@@ -311,6 +311,12 @@ class Claim(Value, frozen=True):
     """When the next lease may have to be taken back."""
     paused: bool = False
 
+    @property
+    def look_at(self) -> int | None:
+        """When it is worth asking again, as far as is known."""
+        known = [self.next_sweep_at, None if self.paused else self.next_run_at]
+        return min((at for at in known if at is not None), default=None)
+
 
 class Settled(StrEnum):
     OK = "ok"

@@ -22,7 +22,6 @@ IdTemplate = str | Callable[..., str]
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
 """A month: who waits longer says None."""
-DAY_MS = 86_400_000
 
 
 class EnqueueOptions(TypedDict, total=False):
@@ -163,13 +162,9 @@ def to_update(value: OnConflict) -> Update | None:
 
 def check_known(what: str, options: Mapping[str, Any], known: type) -> None:
     """Refuse an option that there is none of, and name the one that was probably meant."""
-    names = known.__annotations__.keys() | {name for base in known.__mro__ for name in _annotations(base)}
+    names = known.__annotations__.keys()
     for name in options:
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(names))}"
             raise OptionError(f"{what} has no option {name!r}: {hint}")
-
-
-def _annotations(base: type) -> Iterable[str]:
-    return getattr(base, "__annotations__", {})

@@ -221,7 +221,7 @@ def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
 
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
     """Remembered only if there is something to remember: a name, a result, or (the storage knows) who waits for it."""
-    worth_it = job.named or ended.result is not None
+    worth_it = job.named or ended.result is not None or ended.result_ttl_ms is not None
     given = ended.result_ttl_ms if ended.result_ttl_ms is not None else job.work.result_ttl_ms
     result_ttl_ms = policy.result_ttl_ms if given is None else given
     dedup_ttl_ms = policy.dedup_ttl_ms if job.work.dedup_ttl_ms is None else job.work.dedup_ttl_ms

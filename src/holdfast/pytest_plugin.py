@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    from holdfast.app import Holdfast
-    from holdfast.testing import Rehearsal
+from holdfast.app import Holdfast
+from holdfast.testing import Rehearsal
 
 
 @pytest.fixture
 def rehearse() -> Iterator[Callable[[Holdfast[Any]], Rehearsal]]:
     """Put an app on memory and a clock of its own until the test ends: `jobs = rehearse(app)`."""
-    from holdfast.testing import Rehearsal
-
     with ExitStack() as stack:
         yield lambda app: stack.enter_context(Rehearsal(app))

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overload
@@ -18,10 +18,12 @@ import msgspec
 
 from holdfast.connection import Bound, Connection
 from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, PayloadRejected
-from holdfast.events import Event, Topic
+from holdfast.events import LOOK_EVERY_S, Event, Topic
 from holdfast.execution import as_data
 from holdfast.jobs import (
     Cancelled,
+    Claim,
+    Facts,
     Job,
     Kept,
     Release,
@@ -46,10 +48,10 @@ from holdfast.options import (
     to_ms,
     to_wait_s,
 )
-from holdfast.policy import PULL, Policy, Raised, Returned, admit, cut, decode_error, verdict
+from holdfast.policy import PULL, Policy, Raised, Returned, admit, cut, decode_error, fence_of, verdict
 from holdfast.storage import audit
 from holdfast.storage.checks import check_queue, clean_id
-from holdfast.task import Handle, bind
+from holdfast.task import Handle, backoff_of, bind
 
 if TYPE_CHECKING:
     from holdfast.sync import SyncQueue
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 MIN_SECONDS_MS, MAX_SECONDS_MS = 100, 86_400_000
-LOOK_EVERY_S = 1.0
 
 
 class PullOptions(TypedDict, total=False):
@@ -98,19 +99,19 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """A queue in numbers."""
 
-    ready: int
-    scheduled: int
-    running: int
-    retrying: int
-    deferred: int
-    completed: int
-    failed: int
-    cancelled: int
-    oldest_ready_seconds: float
-    paused: bool
-    reason: str
-    workers: list[str]
-    totals: dict[str, int]
+    ready: int = 0
+    scheduled: int = 0
+    running: int = 0
+    retrying: int = 0
+    deferred: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    oldest_ready_seconds: float = 0.0
+    paused: bool = False
+    reason: str = ""
+    workers: list[str] = []
+    totals: dict[str, int] = {}
     """How often each event has happened since the queue was made."""
 
 
@@ -141,6 +142,7 @@ class Lease:
         """Two readings, of the storage's clock and soon after of ours: so a deadline is never put too late."""
         self.cancel_asked = False
         """Somebody has cancelled the job: `extend` says so. Any settlement ends it then; a completion counts."""
+        self._extended = asyncio.Event()
         self.settled = False
         """This lease was settled here, or is known to be lost."""
 
@@ -191,9 +193,21 @@ class Lease:
             self.settled = True
             return False
         self._length_ms = length_ms
+        self._extended.set()
         self.cancel_asked = bool(reply.cancel_asked)
         self.deadline = from_at(self._claimed_at + round((sent_at - self._began_at) * 1e6) + 1000 * length_ms)
         return True
+
+    async def _keep_extending(self) -> None:
+        """Extend every quarter of the lease, until it is settled: what `leased` does."""
+        while not self.settled:
+            self._extended.clear()
+            try:
+                async with asyncio.timeout(self._length_ms / 4000):
+                    await self._extended.wait()
+            except TimeoutError:
+                with suppress(HoldfastError):  # The next one may get through.
+                    await self.extend()
 
     async def _settle(self, settlement: Settlement) -> bool:
         (reply,) = await self._queue.app.storage.settle(self.queue, [settlement], worker=self._worker)
@@ -287,16 +301,17 @@ class Queue:
         if lease is None:
             yield None
             return
-        keeping = asyncio.create_task(_keep_extending(lease, to_ms("seconds", seconds) / 4000)) if extend else None
+        keep = lease._keep_extending  # pyright: ignore[reportPrivateUsage]
+        keeping = asyncio.create_task(keep()) if extend else None
         try:
             yield lease
-        except asyncio.CancelledError:
-            if not lease.settled:
-                await lease.release()
-            raise
-        except BaseException as error:
+        except Exception as error:
             if not lease.settled:
                 await lease.retry(error=error)
+            raise
+        except BaseException:  # Cancelled, or the program ends: that is no fault of the job's.
+            if not lease.settled:
+                await lease.release()
             raise
         else:
             if not lease.settled:
@@ -309,16 +324,27 @@ class Queue:
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
         """The next job that may be worked on, and how long to wait before looking again if there is none."""
         while True:
-            claim = await self.app.storage.claim(self.name, 1, worker=self._worker, lease_ms=seconds_ms)
+            claim = await self._claim(seconds_ms)
             if not claim.jobs:
-                times = [t for t in (claim.next_sweep_at, None if claim.paused else claim.next_run_at) if t is not None]
-                soonest_s = (min(times) - claim.now) / 1e6 if times else LOOK_EVERY_S
+                soonest_s = LOOK_EVERY_S if claim.look_at is None else (claim.look_at - claim.now) / 1e6
                 return None, min(LOOK_EVERY_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
             refused = admit(job, self.policy)
             if refused is None:
                 return Lease(self, job, self._worker, seconds_ms), 0.0
             await self.app.storage.settle(self.name, [refused], worker=self._worker)
+
+    async def _claim(self, seconds_ms: int) -> Claim:
+        """Claim, and give back what was claimed if nobody waits for it any more."""
+        storage = self.app.storage
+        claiming = asyncio.ensure_future(storage.claim(self.name, 1, worker=self._worker, lease_ms=seconds_ms))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            with suppress(HoldfastError):
+                released = [Release(job.id, fence_of(job)) for job in (await claiming).jobs]
+                await storage.settle(self.name, released, worker=self._worker)
+            raise
 
     # One job
 
@@ -358,8 +384,8 @@ class Queue:
         """List jobs, without payloads and results: of one state in its order, or of all. A job that changes its state
         meanwhile may be missed or be seen twice."""
         after: str | None = None
+        wanted = None if state is None else _state(state)
         while True:
-            wanted = None if state is None else _state(state)
             page = await self.app.storage.scan(self.name, state=wanted, after=after)
             for job in page.jobs:
                 yield self._info(job)
@@ -374,15 +400,12 @@ class Queue:
             if queue.queue == self.name:
                 counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
                 return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
-        workers = [
-            worker.worker
-            for worker in snapshot.workers
-            if self.name in cast("list[str]", worker.facts.get("queues", []))
-        ]
-        zeros = dict.fromkeys(
-            ("ready", "scheduled", "running", "retrying", "deferred", "completed", "failed", "cancelled"), 0
-        )
-        return Stats(**zeros, oldest_ready_seconds=0.0, paused=False, reason="", workers=workers, totals={})
+        workers = [worker.worker for worker in snapshot.workers if self._is_served_by(worker.facts)]
+        return Stats(workers=workers)
+
+    def _is_served_by(self, facts: Facts) -> bool:
+        queues = facts.get("queues")
+        return isinstance(queues, list) and self.name in queues
 
     async def pause(self, *, reason: str = "") -> None:
         """Let nobody take jobs, until `resume`. What runs goes on."""
@@ -476,16 +499,6 @@ class Queue:
         )
 
 
-async def _keep_extending(lease: Lease, every_s: float) -> None:
-    while not lease.settled:
-        await asyncio.sleep(every_s)
-        try:
-            if not lease.settled:
-                await lease.extend()
-        except HoldfastError:
-            pass  # The next one may get through.
-
-
 def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:
     if error is None:
         return otherwise
@@ -499,10 +512,10 @@ def _policy(options: PullOptions) -> Policy:
     changes: dict[str, int] = {
         name: to_count(name, asked[name]) for name in ("max_retries", "max_stalls") if name in asked
     }
-    for name in ("min_backoff", "max_backoff", "result_ttl", "failure_ttl"):
+    for name in ("result_ttl", "failure_ttl"):
         if name in asked:
             changes[f"{name}_ms"] = to_ms(name, asked[name])
-    return msgspec.structs.replace(PULL, **changes)
+    return msgspec.structs.replace(PULL, **changes, **backoff_of(PULL, asked))
 
 
 def _state(state: State | str) -> State:

@@ -36,7 +36,6 @@ class _Background:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        self.opening = asyncio.Lock()
         self._thread = threading.Thread(target=self.loop.run_forever, name="holdfast-sync", daemon=True)
         self._thread.start()
 
@@ -65,17 +64,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def run(app: Connection, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run what `make` gives on the background's loop, and wait for it."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass  # As it should be.
-    else:
-        raise NotOpen("a blocking call in a running event loop would stop the loop: await the async version instead")
+    _refuse_in_a_loop()
     background = _current()
 
     async def opened() -> T:
-        async with background.opening:
-            await app.open_beside()
+        await app.open_beside()
         return await make()
 
     future = asyncio.run_coroutine_threadsafe(opened(), background.loop)
@@ -86,8 +79,17 @@ def run(app: Connection, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise
 
 
+def _refuse_in_a_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise NotOpen("a blocking call in a running event loop would stop the loop: await the async version instead")
+
+
 def close(app: Connection) -> None:
     """Close what blocking calls have opened. The next one opens it again."""
+    _refuse_in_a_loop()
     if _background is not None and _background.pid == os.getpid():
         asyncio.run_coroutine_threadsafe(app.close_beside(), _background.loop).result(5)
 
@@ -120,7 +122,10 @@ class SyncHandle(Generic[R_co]):
         self.queue: str = handle.queue
         self.id: str = handle.id
         self.placed: Placed | None = handle.placed
-        self.generation: int = handle.generation
+
+    @property
+    def generation(self) -> int:
+        return self._handle.generation
 
     def result(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> R_co:
         return run(self._app, lambda: self._handle.result(wait=wait))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
 import msgspec
@@ -79,14 +79,14 @@ def bind(
         update = to_update(conflict)
     if asked.get("delay") is not None and asked.get("run_at") is not None:
         raise OptionError("delay and run_at are both given: one of them says when")
-    limits = {
-        **{name: to_count(name, asked[name]) for name in AT_MOST_ONCE if asked.get(name) is not None},
-        **(limits or {}),
-    }
+    own = {name: to_count(name, asked[name]) for name in AT_MOST_ONCE if asked.get(name) is not None}
+    if limits is not None and any(own.values()):
+        raise OptionError(f"{queue} runs a job at most once: {', '.join(own)} cannot be more than 0")
+    limits = own if limits is None else limits
     work = Work(
         payload,
         codec,
-        to_count("priority", asked.get("priority", priority), 0, 9),
+        to_count("priority", priority if asked.get("priority") is None else asked["priority"], 0, 9),
         None if asked.get("timeout") is None else to_ms("timeout", asked["timeout"], MIN_TIMEOUT_MS),
         limits.get("max_retries"),
         limits.get("max_stalls"),
@@ -130,7 +130,7 @@ class Handle(Generic[R_co]):
         wait_s = to_wait_s(wait)
         outcome = self._cached
         if outcome is None:
-            if self.placed is None:
+            if self.placed is None and not self.generation:
                 self.generation = await self._app.newest_generation(self.queue, self.id)
             outcome = await self._app.wait_for(self.queue, self.id, self.generation, wait_s)
         return cast("R_co", self._app.value_of(self.queue, self.id, outcome, self._returns()))
@@ -319,24 +319,21 @@ def handler_policy(base: Policy, options: HandlerOptions) -> Policy:
     for name in ("max_retries", "max_stalls", "max_timeouts"):
         if name in asked:
             changes[name] = to_count(name, asked[name])
-    for name, least_ms in (
-        ("timeout", 1),
-        ("min_backoff", 0),
-        ("max_backoff", 0),
-        ("failure_ttl", 0),
-        ("cancel_grace", 0),
-    ):
+    for name in ("timeout", "failure_ttl", "cancel_grace"):
         if name in asked:
-            changes[f"{name}_ms"] = to_ms(name, asked[name], least_ms)
-    policy = msgspec.structs.replace(base, **changes)
-    if policy.max_backoff_ms < policy.min_backoff_ms:
-        if "max_backoff" in asked:
-            raise OptionError(
-                f"max_backoff ({policy.max_backoff_ms / 1000:g} s) is less than min_backoff"
-                f" ({policy.min_backoff_ms / 1000:g} s)"
-            )
-        policy = msgspec.structs.replace(policy, max_backoff_ms=policy.min_backoff_ms)
-    return policy
+            changes[f"{name}_ms"] = to_ms(name, asked[name], MIN_TIMEOUT_MS if name == "timeout" else 0)
+    return msgspec.structs.replace(base, **changes, **backoff_of(base, asked))
+
+
+def backoff_of(base: Policy, asked: Mapping[str, Any]) -> dict[str, int]:
+    """The least and the longest backoff. Where only one is given, the other gives way to it."""
+    least = base.min_backoff_ms if "min_backoff" not in asked else to_ms("min_backoff", asked["min_backoff"])
+    most = base.max_backoff_ms if "max_backoff" not in asked else to_ms("max_backoff", asked["max_backoff"])
+    if least > most and "min_backoff" in asked and "max_backoff" in asked:
+        raise OptionError(f"max_backoff ({most / 1000:g} s) is less than min_backoff ({least / 1000:g} s)")
+    if least > most:
+        least = most = least if "min_backoff" in asked else most
+    return {"min_backoff_ms": least, "max_backoff_ms": most}
 
 
 def make_handler(

@@ -12,14 +12,12 @@ from contextlib import AsyncExitStack
 from msgspec.structs import replace
 
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
-from holdfast.events import Event, Kind, Topic
+from holdfast.events import LOOK_EVERY_S, Event, Kind, Topic
 from holdfast.jobs import Enqueued, Kept, Outcome, Placed, Request, State
 from holdfast.machine import Answer, answer
+from holdfast.options import MAX_WAIT_S
 from holdfast.storage import Storage
 
-LOOK_EVERY_S = 1.0
-MAX_WAIT_S = 30 * 86_400
-"""A month: who waits longer says None."""
 KEEP_MARGIN_MS = 10_000
 """An outcome is kept for this much longer than its waiter waits."""
 KEEP_FOREVER_MS = 60_000

@@ -19,18 +19,16 @@ from typing import Any, Self
 import msgspec
 
 from holdfast.beat import Beat
-from holdfast.drain import TRY_AGAIN_S, Drain, Outcome
-from holdfast.errors import HoldfastError, JobError, OptionError
-from holdfast.events import Kind, Topic
-from holdfast.execution import Handler, Surroundings, given, timed_out
+from holdfast.drain import GIVE_UP_S, TRY_AGAIN_S, Drain, Outcome
+from holdfast.errors import JobError, OptionError
+from holdfast.events import LOOK_EVERY_S, Kind, Topic
+from holdfast.execution import Handler, Surroundings, as_data, awaited, timed_out
 from holdfast.fleet import NEVER, Fleet, Order, Served
 from holdfast.inline import Inline, Run
 from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled
-from holdfast.policy import Ended, Stopped, TimedOut, admit, decode_error, fence_of, verdict
+from holdfast.policy import Ended, Raised, Stopped, TimedOut, admit, decode_error, fence_of, verdict
 from holdfast.storage import Storage
-from holdfast.storage.checks import MAX_ITEMS
-
-LOOK_EVERY_S = 1.0
+from holdfast.storage.checks import batches
 
 log = logging.getLogger("holdfast.worker")
 
@@ -97,7 +95,9 @@ class Worker:
         """Something happened that the feed may want to know."""
         self._stop_asked = asyncio.Event()
         self._quick = asyncio.Event()
-        self._events: asyncio.Queue[RunEvent | None] = asyncio.Queue()
+        self._looking = False
+        self._events: asyncio.Queue[RunEvent | tuple[Exception, str] | None] = asyncio.Queue()
+        """For hooks, in order: what happened, and what went wrong."""
         self._beat: Beat | None = None
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
@@ -121,7 +121,7 @@ class Worker:
             await self._stack.enter_async_context(self._opened)
             self._storage = self._find_storage()
             policies = {queue: handler.policy for queue, handler in self._handlers.items()}
-            self._drain = Drain(self._storage, self.name, policies, self._around, self._settled, self._drained)
+            self._drain = Drain(self._storage, self.name, policies, self._trouble, self._settled, self._drained)
             self._executor = Inline(self._around, ended=self._ended, stuck=self._stuck, reported=self._reported)
             self._stack.callback(self._executor.close)
             if self._lifespan is not None:
@@ -168,14 +168,18 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 listening = [tasks.create_task(self._listen(topics)) for topics in self._topics()]
                 drain = tasks.create_task(self._drain.run())
-                tasks.create_task(self._tell())
-                await self._feed()
+                telling = tasks.create_task(self._tell())
+                await self._feed(tasks)
                 for task in listening:
                     task.cancel()
                 await self._let_runs_end()
                 self._drain.end()
                 await drain
                 self._events.put_nowait(None)
+                await asyncio.wait([telling], timeout=GIVE_UP_S)
+                if not telling.done():
+                    log.error("worker %s gives up on a hook that does not end", self.name)
+                    telling.cancel()
         except Exception:
             log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
             raise
@@ -186,32 +190,44 @@ class Worker:
 
     # Feed
 
-    async def _feed(self) -> None:
+    async def _feed(self, tasks: asyncio.TaskGroup) -> None:
+        """Plan and claim, until stopped. Claims go on side by side: a queue that is slow holds up no other."""
         loop = asyncio.get_running_loop()
         look_at = loop.time() + LOOK_EVERY_S
         while not self._stop_asked.is_set():
             self._changed.clear()
             if loop.time() >= look_at and not self._burst:
-                await self._look_around()
                 look_at = loop.time() + LOOK_EVERY_S
+                if not self._looking:
+                    self._looking = True
+                    tasks.create_task(self._look_around())
             now = loop.time()
-            orders = self._fleet.plan(now)
-            if orders:
-                await asyncio.gather(*map(self._claim, orders))
-            elif self._burst and self._is_idle(now):
+            for order in self._fleet.plan(now):
+                tasks.create_task(self._claim(order))
+            if self._burst and self._is_idle(now):
                 return
-            else:
-                await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
+            await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
+        while self._fleet.claiming:  # What a claim brings now is given back.
+            self._changed.clear()
+            await self._until_changed(LOOK_EVERY_S)
 
     async def _look_around(self) -> None:
-        """Once a second, one look at all queues of which nothing was heard: a lost hint costs no more."""
-        queues = self._fleet.asleep(asyncio.get_running_loop().time())
+        """Once a second, one look at the queues of which nothing was heard, because a hint may be lost; and at those
+        that others are held back for, because their work may be gone."""
+        now = asyncio.get_running_loop().time()
+        asleep, crowded = self._fleet.asleep(now), self._fleet.crowded(now)
         try:
-            for start in range(0, len(queues), MAX_ITEMS):
-                for queue in await self._storage.ready(queues[start : start + MAX_ITEMS]):
-                    self._fleet.wake(queue)
+            for queues in batches([*asleep, *crowded], lambda queue: 0):
+                ready = set(await self._storage.ready(queues))
+                for queue in queues:
+                    if queue in ready:
+                        self._fleet.wake(queue)
+                    elif queue in crowded:
+                        self._fleet.sleep(queue)
         except Exception as error:
-            await self._around.trouble(error, f"worker {self.name} could not look for work")
+            self._trouble(error, f"worker {self.name} could not look for work")
+        self._looking = False
+        self._changed.set()
 
     async def _claim(self, order: Order) -> None:
         loop = asyncio.get_running_loop()
@@ -221,17 +237,17 @@ class Worker:
         except Exception as error:
             pause = self._rng.uniform(0.5, 1) * LOOK_EVERY_S
             self._fleet.claimed(order.queue, order.limit, 0, loop.time() + pause)
-            await self._around.trouble(error, f"worker {self.name} could not claim from {order.queue}")
-            return
-        self._fleet.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
-        for job in claim.jobs:
-            self._begin(self._handlers[order.queue], job, sent_at)
+            self._trouble(error, f"worker {self.name} could not claim from {order.queue}")
+        else:
+            self._fleet.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
+            for job in claim.jobs:
+                self._begin(self._handlers[order.queue], job, sent_at)
+        self._changed.set()
 
     def _claim_at(self, claim: Claim) -> float:
         """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
         now = asyncio.get_running_loop().time()
-        known = [claim.next_sweep_at, None if claim.paused else claim.next_run_at]
-        at = min((now + (time - claim.now) / 1e6 for time in known if time is not None), default=NEVER)
+        at = NEVER if claim.look_at is None else now + (claim.look_at - claim.now) / 1e6
         return NEVER if self._burst and at > now else at
 
     def _begin(self, handler: Handler, job: Job, sent_at: float) -> None:
@@ -251,7 +267,7 @@ class Worker:
         """Nothing runs, nothing is to be settled, and every queue said that it has nothing."""
         if self._fleet.next_claim_at(now) != NEVER:
             return False
-        return not self._runs and not self._drain.busy and not self._fleet.runs
+        return not (self._runs or self._drain.busy or self._fleet.runs or self._fleet.claiming)
 
     async def _until_changed(self, seconds: float) -> None:
         """Until something happens: a hint, a run that ended, a stop."""
@@ -262,9 +278,7 @@ class Worker:
             pass  # Time to look.
 
     def _topics(self) -> Iterator[list[Topic]]:
-        topics = [Topic(queue, "wake") for queue in self.queues]
-        for start in range(0, len(topics), MAX_ITEMS):
-            yield topics[start : start + MAX_ITEMS]
+        return batches([Topic(queue, "wake") for queue in self.queues], lambda topic: 0)
 
     async def _listen(self, topics: list[Topic]) -> None:
         pause = TRY_AGAIN_S[0]
@@ -278,7 +292,7 @@ class Worker:
                     async for event in events:
                         self._fleet.wake(event.queue)
                         self._changed.set()
-            except HoldfastError as error:
+            except Exception as error:
                 log.info("worker %s does not hear of new jobs (%s), it looks once a second", self.name, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, TRY_AGAIN_S[1])
@@ -286,7 +300,7 @@ class Worker:
     # Runs
 
     def _ended(self, run: Run, ended: Ended) -> None:
-        self._fleet.ended(run.handler.queue)
+        self._fleet.ended(run.handler.queue, given_up=run.given_up)
         self._changed.set()
         if run.held:
             self._judge(run, ended)
@@ -301,12 +315,17 @@ class Worker:
             *(run.job.id, run.handler.queue, why),
             "it keeps its lease until it ends" if held else "it is given up, and may overlap with its next run",
         )
+        run.given_up = True
+        self._fleet.gave_up(run.handler.queue)
         if run.held and not held:
             self._judge(run, TimedOut(timed_out()) if why == "timeout" else Stopped("shutdown"))
 
     def _judge(self, run: Run, ended: Ended) -> None:
         run.held = False
-        settlement = verdict(run.job, ended, run.handler.policy, self._rng)
+        try:
+            settlement = verdict(run.job, ended, run.handler.policy, self._rng)
+        except Exception as error:
+            settlement = verdict(run.job, Raised(as_data(error, "permanent")), run.handler.policy, self._rng)
         self._drain.put(run.handler.queue, Outcome(run.job, settlement, run))
 
     def _reported(self) -> None:
@@ -400,12 +419,18 @@ class Worker:
                 self._fleet.wake(queue)
             self._changed.set()
 
+    def _trouble(self, error: Exception, where: str) -> None:
+        self._events.put_nowait((error, where))
+
     async def _tell(self) -> None:
-        """Events to their hooks, in order, apart from the drain: a slow hook holds nothing up."""
+        """Events to their hooks, in order, apart from feed and drain: a slow hook holds nothing up."""
         while (event := await self._events.get()) is not None:
+            if isinstance(event, tuple):
+                await self._around.trouble(*event)
+                continue
             for hook in self._on_event:
                 try:
-                    await given(hook(event))
+                    await awaited(hook(event))
                 except (Exception, SystemExit) as error:
                     await self._around.trouble(error, f"on_event, for {event.kind} of job {event.id!r:.80}")
 

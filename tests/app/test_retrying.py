@@ -659,7 +659,9 @@ async def test_an_at_most_once_job_is_not_retried(app: App) -> None:
 
     async with app.worker():
         with pytest.raises(JobFailed, match="no second time"):
-            await once.using(wait=10, max_retries=5).call()
+            await once.using(wait=10).call()
+        with pytest.raises(OptionError, match="at most once"):
+            await once.using(max_retries=5).call()
         handle = await app.queue("t").enqueue({})  # Nor one from afar, that knows nothing of this.
         with pytest.raises(JobFailed):
             await handle.result(wait=10)

@@ -54,14 +54,30 @@ def test_one_queue_gets_all_that_fits(served: Served, capacity: int, most: int |
 def test_what_runs_takes_room_and_gives_it_back() -> None:
     one = fleet(Served("q", size=40), capacity=100)
     one.started("q")
-    assert limits(one.plan(0.0)) == {"q": 1}
-    one.started("q")
+    orders = one.plan(0.0)
+    assert limits(orders) == {"q": 1}
+    run_all(one, orders)
     assert one.plan(0.0) == []
     assert (one.used, one.runs) == (80, 2)
     one.ended("q")
     one.ended("q")
     assert (one.used, one.runs) == (0, 0)
     assert limits(one.plan(0.0)) == {"q": 2}
+
+
+def test_a_claim_that_is_on_its_way_keeps_room_for_what_it_may_bring() -> None:
+    one = fleet(Served("a", size=10, concurrency=6), Served("b", size=10), capacity=100)
+    assert limits(one.plan(0.0)) == {"a": 5, "b": 5}
+    assert (one.plan(0.0), one.claiming) == ([], True)
+    one.claimed("a", 5, 0, NEVER)
+    assert one.plan(0.0) == []  # b has asked already.
+    one.claimed("b", 5, 5, 0.0)
+    for _ in range(5):
+        one.started("b")
+    assert limits(one.plan(0.0)) == {"b": 5}
+    assert one.claiming
+    one.claimed("b", 5, 0, NEVER)
+    assert not one.claiming
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(2, None), (None, 2)])
@@ -102,6 +118,7 @@ def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
     one = fleet(Served("low", priority=1), Served("high", priority=2), capacity=100)
     one.claimed("high", 10, 0, 5.0)
     assert limits(one.plan(1.0)) == {"low": 10}
+    one.claimed("low", 10, 0, 0.0)
     one.wake("high")
     assert limits(one.plan(1.0)) == {"high": 10}
 
@@ -222,6 +239,7 @@ def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
     one.started("large")
     for _ in range(3 * LOWER_FIRST_EVERY):
         assert limits(one.plan(0.0)) == {"small": 4}
+        one.claimed("small", 4, 0, 0.0)
 
 
 @pytest.mark.parametrize(("capacity", "most", "high"), [(100, None, 9), (1_000, 3, 2)])
@@ -374,7 +392,10 @@ class Model(RuleBasedStateMachine):
         if self.fleet is not None and not self.running:
             for queue in self.served:
                 self.fleet.wake(queue)
-            assert self.fleet.plan(self.now)
+            orders = self.fleet.plan(self.now)
+            assert orders
+            for order in orders:
+                self.fleet.claimed(order.queue, order.limit, 0, self.now)
 
     def fits(self, runs: list[str]) -> None:
         assert sum(self.served[queue][0] for queue in runs) <= self.capacity

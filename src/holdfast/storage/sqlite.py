@@ -77,14 +77,16 @@ class SqliteStorage(LocalStorage):
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
-        self._writer = Lane(self.path, self._connect, self._tell, waits_for_disk=waits_for_disk)
-        await self._writer.open()
-        self._reader = Lane(self.path, self._connect)
+        lanes: list[Lane] = []
         try:
-            await self._reader.open()
-        except BaseException:
-            await self._writer.close()
+            for told, waits in ((self._tell, waits_for_disk), (None, True)):
+                lanes.append(Lane(self.path, self._connect, told, waits_for_disk=waits))
+                await lanes[-1].open()
+        except BaseException:  # Cancelled, too: a thread must not be left behind.
+            for lane in lanes:
+                await asyncio.shield(lane.close())
             raise
+        self._writer, self._reader = lanes
         log.info("jobs are in %s", self.path)
         return await super().__aenter__()
 
