@@ -51,6 +51,11 @@ class Event(Value, frozen=True):
     outcome: Outcome | None = None
     """What the generation ended in, where a storage tells that to whoever waits for it and it is small."""
 
+    @property
+    def happened(self) -> bool:
+        """Something is known to have happened. Else it only means: look."""
+        return self.generation != 0 or self.kind not in (Kind.UPDATED, Kind.CANCELLED)
+
 
 class Topic(Value, frozen=True):
     """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything.

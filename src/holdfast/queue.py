@@ -454,7 +454,8 @@ class Queue:
         """What happens in the queue from now on. Hints: some may be lost, so never wait for one alone."""
         async with self.app.storage.subscribe(Topic(self.name)) as events:
             async for event in events:
-                yield event
+                if event.happened:
+                    yield event
 
     # Reading and writing
 

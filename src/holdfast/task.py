@@ -149,7 +149,8 @@ class Handle(Generic[R_co]):
         """What happens to this job from now on. Hints: some may be lost, so never wait for one alone."""
         async with self._app.storage.subscribe(Topic(self.queue, "all", self.id)) as events:
             async for event in events:
-                yield event
+                if event.happened:
+                    yield event
 
     def __repr__(self) -> str:
         return f"<handle of job {self.id!r} in {self.queue}, {self.placed}>"

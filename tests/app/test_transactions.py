@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -361,7 +362,7 @@ async def test_a_duplicate_in_a_transaction_is_raised_if_asked_for(on_file: Hold
 
 async def test_an_error_in_the_callers_block_takes_the_job_back(on_file: Holdfast[Any], tmp_path: Path) -> None:
     def block() -> None:
-        with sqlite3.connect(tmp_path / "jobs.db") as db:
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as db, db:
             on_file.enqueue_in(db, on_file.queue("q").bind(1, id="a"))
             raise ZeroDivisionError
 

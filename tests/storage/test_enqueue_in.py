@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -382,8 +383,11 @@ def test_what_is_no_transaction_is_named(closed: Storage) -> None:
 
 
 def test_memory_has_no_transactions_and_says_what_has() -> None:
-    with pytest.raises(OptionError, match="use a SQLite file, Redis or Valkey"):
-        connect("memory://").enqueue_in(sqlite3.connect(":memory:"), "q", [request()])
+    with (
+        closing(sqlite3.connect(":memory:")) as db,
+        pytest.raises(OptionError, match="use a SQLite file, Redis or Valkey"),
+    ):
+        connect("memory://").enqueue_in(db, "q", [request()])
 
 
 # SQLite
@@ -469,8 +473,8 @@ async def test_both_files_are_named_if_they_are_two(file: Stage, db: sqlite3.Con
     other = SqliteStorage(tmp_path / "other.db")
     with pytest.raises(OptionError, match=f"{re.escape(str(path_of(file)))}.*{re.escape(str(other.path))}"):
         other.enqueue_in(db, "q", [request()])
-    with pytest.raises(OptionError, match="a database in memory"):
-        other.enqueue_in(sqlite3.connect(":memory:"), "q", [request()])
+    with closing(sqlite3.connect(":memory:")) as in_memory, pytest.raises(OptionError, match="a database in memory"):
+        other.enqueue_in(in_memory, "q", [request()])
     assert not other.path.exists()
 
 
@@ -486,12 +490,11 @@ async def test_a_file_by_another_name_is_the_same_file(file: Stage, tmp_path: Pa
 
 
 async def test_a_connection_of_another_thread_or_a_closed_one_is_refused(file: Stage) -> None:
-    found: list[sqlite3.Connection] = []
-    thread = threading.Thread(target=lambda: found.append(sqlite3.connect(path_of(file))))
-    thread.start()
-    thread.join()
-    with pytest.raises(OptionError, match="same thread"):
-        file.storage.enqueue_in(found[0], "q", [request()])
+    with ThreadPoolExecutor(1) as other:
+        theirs = other.submit(sqlite3.connect, path_of(file)).result()
+        with pytest.raises(OptionError, match="same thread"):
+            file.storage.enqueue_in(theirs, "q", [request()])
+        other.submit(theirs.close).result()
     db = sqlite3.connect(path_of(file))
     db.close()
     with pytest.raises(OptionError, match="closed"):

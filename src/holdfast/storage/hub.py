@@ -105,10 +105,7 @@ class Hub:
             listeners = {subscription for those in everywhere for subscription in those}
         for subscription in listeners:
             kinds = (Kind.UPDATED, Kind.CANCELLED)
-            topics = [
-                topic for topic in subscription.topics if topic.only != "all"
-            ]  # Those who watch are told no tales.
-            events = [Event(kind, topic.queue, topic.id or "", 0) for topic in topics for kind in kinds]
+            events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
             _call(subscription, events, everyone)
 
 
