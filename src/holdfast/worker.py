@@ -194,6 +194,7 @@ class Worker:
         """Plan and claim, until stopped. Claims go on side by side: a queue that is slow holds up no other."""
         loop = asyncio.get_running_loop()
         look_at = loop.time() + LOOK_EVERY_S
+        claims: list[asyncio.Task[None]] = []
         while not self._stop_asked.is_set():
             self._changed.clear()
             if loop.time() >= look_at and not self._burst:
@@ -202,14 +203,15 @@ class Worker:
                     self._looking = True
                     tasks.create_task(self._look_around())
             now = loop.time()
-            for order in self._fleet.plan(now):
-                tasks.create_task(self._claim(order))
+            new = [tasks.create_task(self._claim(order)) for order in self._fleet.plan(now)]
+            claims = [claim for claim in claims if not claim.done()] + new
             if self._burst and self._is_idle(now):
                 return
             await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
-        while self._fleet.claiming:  # What a claim brings now is given back.
-            self._changed.clear()
-            await self._until_changed(LOOK_EVERY_S)
+        if claims:  # What a claim brings now is given back. One that has no answer by then never began, or expires.
+            await asyncio.wait(claims, timeout=GIVE_UP_S)
+        for claim in claims:
+            claim.cancel()
 
     async def _look_around(self) -> None:
         """Once a second, one look at the queues of which nothing was heard, because a hint may be lost; and at those
