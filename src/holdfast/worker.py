@@ -193,11 +193,11 @@ class Worker:
     async def _feed(self, tasks: asyncio.TaskGroup) -> None:
         """Plan and claim, until stopped. Claims go on side by side: a queue that is slow holds up no other."""
         loop = asyncio.get_running_loop()
-        look_at = loop.time() + LOOK_EVERY_S
+        look_at = NEVER if self._burst else loop.time() + LOOK_EVERY_S
         claims: list[asyncio.Task[None]] = []
         while not self._stop_asked.is_set():
             self._changed.clear()
-            if loop.time() >= look_at and not self._burst:
+            if loop.time() >= look_at:
                 look_at = loop.time() + LOOK_EVERY_S
                 if not self._looking:
                     self._looking = True

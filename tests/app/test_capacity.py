@@ -342,3 +342,21 @@ async def test_a_worker_with_many_queues_serves_them_all(app: App) -> None:
     async with app.worker():
         await app.enqueue_many(task.bind() for task in tasks)
         await until(lambda: len(done) == 60, 20)
+
+
+@pytest.mark.parametrize("burst", [False, True])
+async def test_a_worker_that_waits_for_a_run_or_for_work_does_not_spin(app: App, burst: bool) -> None:
+    @app.task(name="t")
+    async def work() -> None:
+        await asyncio.sleep(1.8)
+
+    await work.enqueue()
+    async with app.worker(burst=burst):
+        await until(lambda: _runs(app, 1))
+        cpu = time.process_time()
+        await asyncio.sleep(1.5)
+        assert time.process_time() - cpu < 0.5
+
+
+async def _runs(app: App, count: int) -> bool:
+    return (await app.queue("t").stats()).running == count
