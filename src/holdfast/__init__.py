@@ -24,7 +24,8 @@ from holdfast.errors import (
 from holdfast.events import Event, Kind
 from holdfast.execution import CurrentJob, Execution, Failure, current_job
 from holdfast.jobs import Cancelled, Kept, Placed, State, Update
-from holdfast.queue import JobInfo, Lease, Queue, Stats
+from holdfast.lease import Lease
+from holdfast.queue import JobInfo, Queue, Stats
 from holdfast.task import Handle, Task
 from holdfast.worker import RunEvent, Worker
 

@@ -141,6 +141,21 @@ class Codecs:
         except UNDECODABLE as error:
             raise PayloadRejected(f"{what} cannot be read as {name} of {_shown(type)}: {_reason(error)}") from error
 
+    def encode_any(self, what: str, value: object) -> tuple[bytes, str]:
+        """Bytes as they are, anything else by the app's codec: the data, and which codec wrote it."""
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(cast("bytes", value)), "raw"
+        return self.encode(what, value), self.default.name
+
+    def decode_or_leave(self, data: bytes | None, name: str) -> Any:
+        """A value; the bytes themselves where nobody here can read them."""
+        if data is None:
+            return None
+        try:
+            return self.decode("it", data, name)
+        except (PayloadRejected, OptionError):
+            return data
+
 
 def canonical(value: object) -> bytes:
     """The one JSON of a value: keys sorted, sets ordered, no spaces."""

@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures.thread
 import contextvars
 import inspect
 import logging
 import random
-import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -24,15 +21,15 @@ from holdfast import policy as decisions
 from holdfast.arguments import Arguments, UnknownParameter, is_async
 from holdfast.codec import Codecs
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
+from holdfast.exceptions import as_data, retry_time, said_by
 from holdfast.jobs import Complete, Fail, Job
-from holdfast.options import Seconds, to_at, to_ms
+from holdfast.options import Seconds, to_ms
 from holdfast.policy import Ended, FollowUp, Policy, Raised, Returned, Stopped, TimedOut
 
 log = logging.getLogger("holdfast")
 
 LEFT = object()
 """In place of a payload that has to be looked up."""
-_OURS = {__file__, concurrent.futures.thread.__file__}
 
 MAX_PROGRESS_BYTES = 65_536
 
@@ -346,79 +343,15 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
         return TimedOut(as_data(error, "timeout"))
     if isinstance(error, UnknownParameter):
         return Raised(as_data(error, "retriable"))
-    permanent = isinstance(error, PermanentError | PayloadRejected) or _said_by(error, "kind") == "permanent"
+    permanent = isinstance(error, PermanentError | PayloadRejected) or said_by(error, "kind") == "permanent"
     if current.stopping is not None and not permanent and not isinstance(error, Retry):
         return Stopped(current.stopping)  # It was told to stop, and stumbled on the way out.
     told = as_data(error, "permanent" if permanent else "retriable")
     try:
-        delay_ms, run_at = _when(error)
+        delay_ms, run_at = retry_time(error)
     except OptionError as wrong:
         return Raised(msgspec.structs.replace(told, message=f"{told.message} (and {wrong})"[: decisions.MAX_MESSAGE]))
     return Raised(told, delay_ms, run_at)
-
-
-def _when(error: BaseException) -> tuple[int | None, int | None]:
-    """When the error says that the job should run again."""
-    if isinstance(error, Retry):
-        delay_ms = None if error.delay is None else to_ms("Retry's delay", error.delay)
-        return delay_ms, None if error.at is None else to_at("Retry's at", error.at)
-    at = _said_by(error, "retry_at")
-    if isinstance(at, datetime):
-        return None, to_at("retry_at", at)
-    if isinstance(at, int | float) and not isinstance(at, bool) and 0 < at < 4_102_444_800:
-        return None, round(at * 1_000_000)
-    return None, None
-
-
-def as_data(error: BaseException, kind: Literal["permanent", "retriable", "timeout"]) -> JobError:
-    """An exception as it is stored."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message could not be made)"
-    text = _traceback(error)
-    details = _said_by(error, "details")
-    if details is not None:
-        try:
-            if len(msgspec.json.encode(details)) > decisions.MAX_TRACEBACK:
-                details = None
-        except (TypeError, ValueError, RecursionError):
-            details = None
-    name = type(error).__qualname__
-    told = JobError(type=name, message=message, kind=kind, traceback=text, details=details)
-    return decisions.cut(msgspec.structs.replace(told, message=_clean(message), traceback=_clean(text)))
-
-
-def _said_by(error: BaseException, name: str) -> Any:
-    """An attribute of somebody's exception; None if it has none, or if asking for it fails."""
-    try:
-        return getattr(error, name, None)
-    except Exception:
-        return None
-
-
-def _traceback(error: BaseException) -> str:
-    """A traceback without the frames that are ours: they are the same for every run, and say nothing."""
-    try:
-        told = traceback.TracebackException.from_exception(error)
-        for part in _parts(told):
-            part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _OURS])
-        return "".join(told.format())
-    except Exception:
-        return "(its traceback could not be made)"
-
-
-def _parts(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """A traceback, and those of what caused it."""
-    yield told
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
-        if other is not None:
-            yield from _parts(other)
-
-
-def _clean(text: str) -> str:
-    """Text that can be written: a lone surrogate cannot."""
-    return text.encode("utf-8", "replace").decode()
 
 
 async def _after(

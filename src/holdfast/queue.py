@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import secrets
 import socket
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -17,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overloa
 import msgspec
 
 from holdfast.connection import Bound, Connection
-from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, PayloadRejected
+from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError
 from holdfast.events import LOOK_EVERY_S, Event, Topic
-from holdfast.execution import as_data
 from holdfast.jobs import (
     Cancelled,
     Claim,
@@ -29,26 +26,23 @@ from holdfast.jobs import (
     Release,
     Repaired,
     Request,
-    Settled,
-    Settlement,
     State,
     Swept,
     Update,
     Work,
 )
-from holdfast.jobs import Lease as Holding
+from holdfast.lease import MAX_SECONDS_MS, MIN_SECONDS_MS, Lease
 from holdfast.options import (
     DEFAULT_WAIT_S,
     EnqueueOptions,
     Seconds,
     check_known,
     from_at,
-    to_at,
     to_count,
     to_ms,
     to_wait_s,
 )
-from holdfast.policy import PULL, Policy, Raised, Returned, admit, cut, decode_error, fence_of, verdict
+from holdfast.policy import PULL, Policy, admit, decode_error, fence_of
 from holdfast.storage import audit
 from holdfast.storage.checks import check_queue, clean_id
 from holdfast.task import Handle, backoff_of, bind
@@ -57,8 +51,6 @@ if TYPE_CHECKING:
     from holdfast.sync import SyncQueue
 
 R = TypeVar("R")
-
-MIN_SECONDS_MS, MAX_SECONDS_MS = 100, 86_400_000
 
 
 class PullOptions(TypedDict, total=False):
@@ -115,112 +107,6 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """How often each event has happened since the queue was made."""
 
 
-class Lease:
-    """The right to work on one job until `deadline`. Settle it once: complete, retry, fail or release.
-
-    Each of those gives True to exactly one caller. False means that the lease was lost: another may be at the job, and
-    nothing was changed.
-    """
-
-    def __init__(self, queue: Queue, job: Job, worker: str, seconds_ms: int) -> None:
-        assert job.run is not None
-        self._queue = queue
-        self._job = job
-        self._worker = worker
-        self._length_ms = seconds_ms
-        self.queue = queue.name
-        self.id = job.id
-        self.payload: Any = queue.payload_of(job)
-        """Decoded; bytes if they were enqueued as bytes, or cannot be read."""
-        self.attempt = job.attempts
-        """1 for the first lease."""
-        self.fence = job.run.fence
-        self.deadline = from_at(job.run.until_at)
-        """By the storage's clock. `extend` moves it."""
-        self._claimed_at = job.run.until_at - 1000 * seconds_ms
-        self._began_at = time.monotonic()
-        """Two readings, of the storage's clock and soon after of ours: so a deadline is never put too late."""
-        self.cancel_asked = False
-        """Somebody has cancelled the job: `extend` says so. Any settlement ends it then; a completion counts."""
-        self._extended = asyncio.Event()
-        self.settled = False
-        """This lease was settled here, or is known to be lost."""
-
-    async def complete(self, result: object = None) -> bool:
-        """The work is done. `result` may be any JSON value, or bytes."""
-        data, codec = (
-            self._queue.encode(f"the result of job {self.id!r}", result) if result is not None else (None, "json")
-        )
-        return await self._settle(verdict(self._job, Returned(data, codec), self._queue.policy, _rng))
-
-    async def retry(
-        self, *, delay: Seconds | None = None, at: datetime | None = None, error: BaseException | str | None = None
-    ) -> bool:
-        """The job shall run again: after `delay`, at `at`, or after the queue's backoff (none unless given). It counts
-        as a retry; past the queue's or the job's limit it fails instead."""
-        if delay is not None and at is not None:
-            raise OptionError("delay and at are both given: one of them says when")
-        told = _as_error(error, JobError(type="Retry", message="asked to run again"))
-        when = Raised(
-            told,
-            None if delay is None else to_ms("delay", delay),
-            None if at is None else to_at("at", at),
-        )
-        return await self._settle(verdict(self._job, when, self._queue.policy, _rng))
-
-    async def fail(self, error: BaseException | str = "failed") -> bool:
-        """The job is given up; it is listed as failed until it is forgotten, and can be retried by hand."""
-        told = _as_error(error, JobError(type="Failed", message="failed"))
-        permanent = Raised(msgspec.structs.replace(told, kind="permanent"))
-        return await self._settle(verdict(self._job, permanent, self._queue.policy, _rng))
-
-    async def release(self) -> bool:
-        """Give the job back, uncounted: it keeps its place in front."""
-        return await self._settle(Release(self.id, self.fence))
-
-    async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
-        """Hold the lease for as long again (or for `seconds`) from now. False if it is lost. See `cancel_asked`."""
-        length_ms = self._length_ms if seconds is None else to_ms("seconds", seconds, MIN_SECONDS_MS, MAX_SECONDS_MS)
-        told = None
-        if progress is not None:
-            told = self._queue.app.codecs.encode(
-                f"progress of job {self.id!r}", progress, self._queue.app.codecs.get("json")
-            )
-        holding = Holding(self.id, self.fence, told)
-        sent_at = time.monotonic()
-        reply = await self._queue.app.storage.extend(self.queue, [holding], worker=self._worker, lease_ms=length_ms)
-        if reply.lost:
-            self.settled = True
-            return False
-        self._length_ms = length_ms
-        self._extended.set()
-        self.cancel_asked = bool(reply.cancel_asked)
-        self.deadline = from_at(self._claimed_at + round((sent_at - self._began_at) * 1e6) + 1000 * length_ms)
-        return True
-
-    async def _keep_extending(self) -> None:
-        """Extend every quarter of the lease, until it is settled: what `leased` does."""
-        while not self.settled:
-            self._extended.clear()
-            try:
-                async with asyncio.timeout(self._length_ms / 4000):
-                    await self._extended.wait()
-            except TimeoutError:
-                with suppress(HoldfastError):  # The next one may get through.
-                    await self.extend()
-
-    async def _settle(self, settlement: Settlement) -> bool:
-        (reply,) = await self._queue.app.storage.settle(self.queue, [settlement], worker=self._worker)
-        self.settled = True
-        return reply is Settled.OK
-
-    def __repr__(self) -> str:
-        return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
-
-
-_rng = random.Random()
-
-
 class Queue:
     """A queue by its name. See `Holdfast.queue`."""
 
@@ -246,7 +132,7 @@ class Queue:
     def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> Bound[Any]:
         """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
         check_known("enqueue", options, EnqueueOptions)
-        data, codec = self.encode(f"the payload for {self.name}", payload)
+        data, codec = self.app.codecs.encode_any(f"the payload for {self.name}", payload)
         return bind(self.name, data, codec, lambda: Any, cast("Any", options))
 
     async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
@@ -331,7 +217,7 @@ class Queue:
             (job,) = claim.jobs
             refused = admit(job, self.policy)
             if refused is None:
-                return Lease(self, job, self._worker, seconds_ms), 0.0
+                return Lease(self.app, self.name, self.policy, job, self._worker, seconds_ms), 0.0
             await self.app.storage.settle(self.name, [refused], worker=self._worker)
 
     async def _claim(self, seconds_ms: int) -> Claim:
@@ -457,34 +343,18 @@ class Queue:
                 if event.happened:
                     yield event
 
-    # Reading and writing
-
-    def encode(self, what: str, value: object) -> tuple[bytes, str]:
-        if isinstance(value, bytes | bytearray | memoryview):
-            return bytes(cast("bytes", value)), "raw"
-        return self.app.codecs.encode(what, value), self.app.codecs.default.name
-
-    def payload_of(self, job: Job) -> Any:
-        return None if job.work.payload is None else self._decoded(job.work.payload, job.work.codec)
-
-    def _decoded(self, data: bytes, codec: str) -> Any:
-        """A value; the bytes themselves where nobody here can read them."""
-        try:
-            return self.app.codecs.decode("it", data, codec)
-        except (PayloadRejected, OptionError):
-            return data
-
     def _info(self, job: Job) -> JobInfo:
+        decode = self.app.codecs.decode_or_leave
         outcome = job.outcome
         error = job.error if outcome is None else outcome.error
-        result = None if outcome is None or outcome.result is None else self._decoded(outcome.result, outcome.codec)
+        result = None if outcome is None else decode(outcome.result, outcome.codec)
         progress = None if job.run is None else job.run.progress
         return JobInfo(
             queue=self.name,
             id=job.id,
             state=job.state,
             generation=job.generation,
-            payload=self.payload_of(job),
+            payload=decode(job.work.payload, job.work.codec),
             priority=job.priority,
             run_at=from_at(job.run_at),
             created_at=from_at(job.created_at),
@@ -493,19 +363,11 @@ class Queue:
             stalls=job.stalls,
             timeouts=job.timeouts,
             worker=job.worker,
-            progress=None if progress is None else self._decoded(progress, "json"),
+            progress=decode(progress, "json"),
             result=result,
             error=None if error is None else decode_error(error),
             deferred=job.deferred,
         )
-
-
-def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:
-    if error is None:
-        return otherwise
-    if isinstance(error, BaseException):
-        return as_data(error, "retriable")
-    return cut(JobError(type=otherwise.type, message=error))
 
 
 def _policy(options: PullOptions) -> Policy:

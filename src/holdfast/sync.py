@@ -20,8 +20,9 @@ from holdfast.connection import Bound, Connection
 from holdfast.errors import NotOpen
 from holdfast.events import Event
 from holdfast.jobs import Cancelled, Kept, Placed, Repaired, Snapshot, State, Swept
+from holdfast.lease import Lease
 from holdfast.options import DEFAULT_WAIT_S, EnqueueOptions, Seconds, UsingOptions
-from holdfast.queue import JobInfo, Lease, PullOptions, Queue, Stats
+from holdfast.queue import JobInfo, PullOptions, Queue, Stats
 from holdfast.task import Handle, Using
 
 P = ParamSpec("P")

@@ -22,7 +22,8 @@ from holdfast.beat import Beat
 from holdfast.drain import GIVE_UP_S, TRY_AGAIN_S, Drain, Outcome
 from holdfast.errors import JobError, OptionError
 from holdfast.events import LOOK_EVERY_S, Kind, Topic
-from holdfast.execution import Handler, Surroundings, as_data, awaited, timed_out
+from holdfast.exceptions import as_data
+from holdfast.execution import Handler, Surroundings, awaited, timed_out
 from holdfast.fleet import NEVER, Fleet, Order, Served
 from holdfast.inline import Inline, Run
 from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled

@@ -35,7 +35,8 @@ from holdfast import (
     WaitTimeout,
     current_job,
 )
-from holdfast.queue import Lease, Queue
+from holdfast.lease import Lease
+from holdfast.queue import Queue
 from holdfast.task import Handle
 from holdfast.worker import Worker
 from tests.app.conftest import until

@@ -17,13 +17,13 @@ LAYERS = [
         ("storage",),
         ("waiters",),
         ("codec",),
-        ("arguments",),
+        ("arguments", "exceptions"),
         ("execution",),
         ("inline",),
         ("beat", "drain"),
         ("worker",),
     ),
-    *(("connection",), ("task", "queue", "sync"), ("app",), ("testing",), ("pytest_plugin",)),
+    *(("connection",), ("lease",), ("task", "queue", "sync"), ("app",), ("testing",), ("pytest_plugin",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""
 PURE = ["errors", "jobs", "events", "machine", "options", "policy", "fleet"]
