@@ -37,6 +37,7 @@ else:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+H = TypeVar("H")
 
 MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
 
@@ -202,24 +203,24 @@ class Holdfast(Generic[T]):
 
     def middleware(self, function: Middleware) -> Middleware:
         """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
-        self._around.middleware.append(function)
+        self._around.middleware.append(_hook("middleware", function))
         return function
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
         """Be told when a run has completed its job, or failed it for good, before that is stored: the `Execution` may
         be changed (`result`, `error`, `ttl`). May be async. If it raises, nothing is changed and `on_error` is told."""
-        self._around.after.append(function)
+        self._around.after.append(_hook("after_execution", function))
         return function
 
     def on_event(self, function: OnEvent) -> OnEvent:
         """Be told of what this app's workers did: a `RunEvent` each, in order, once it is stored."""
-        self._on_event.append(function)
+        self._on_event.append(_hook("on_event", function))
         return function
 
     def on_error(self, function: OnError) -> OnError:
         """Be told of trouble that is no job's own: a hook that raised, a storage that cannot be reached. Called with
         the exception and where it happened. Without such a hook it is logged."""
-        self._around.errors.append(function)
+        self._around.errors.append(_hook("on_error", function))
         return function
 
     def add_codec(self, codec: Codec) -> None:
@@ -286,6 +287,12 @@ class Holdfast(Generic[T]):
         definitions = [self._tasks[name] for name in chosen]
         failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
         return [definition.handler for definition in definitions] + failed
+
+
+def _hook(what: str, function: H) -> H:
+    if not callable(function):
+        raise OptionError(f"{what} takes a function, not {function!r:.60}: use it as a decorator, @app.{what}")
+    return function
 
 
 def default_name(function: Callable[..., Any]) -> str:

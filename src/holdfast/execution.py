@@ -310,7 +310,7 @@ def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _around(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Proceed:
     async def layered() -> Any:
-        return await layer(current, proceed)
+        return await awaited(layer(current, proceed))
 
     return layered
 

@@ -25,6 +25,7 @@ from holdfast import (
     State,
     current_job,
 )
+from holdfast.execution import Proceed
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -549,3 +550,17 @@ async def _all_started(app: App, queue: str) -> bool:
 
 async def _is(ask: Callable[[], Any], value: object) -> bool:
     return bool(await ask() is value)
+
+
+async def test_middleware_may_answer_in_place_of_the_handler_without_being_async(app: App) -> None:
+    @app.middleware
+    def cached(job: CurrentJob, proceed: Proceed) -> Any:
+        return 7 if job.id == "known" else proceed()
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 1
+
+    async with app.worker():
+        assert await work.using(id="known").call() == 7
+        assert await work.using(id="new").call() == 1

@@ -778,3 +778,10 @@ def _keys(server: servers.Server) -> list[bytes]:
     found = server.command("KEYS", "*")
     assert isinstance(found, list)
     return found
+
+
+@pytest.mark.parametrize("hook", ["middleware", "after_execution", "on_event", "on_error"])
+def test_a_hook_that_is_no_function_is_refused_when_it_is_given(hook: str) -> None:
+    app = Holdfast("memory://")
+    with pytest.raises(OptionError, match=f"{hook} takes a function, not 'seconds'.*@app.{hook}"):
+        getattr(app, hook)("seconds")
