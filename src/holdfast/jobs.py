@@ -249,7 +249,8 @@ class Fail(Value, frozen=True, tag="fail"):
 
 
 class Retry(Value, frozen=True, tag="retry"):
-    """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise."""
+    """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
+    stall without a delay it keeps its place."""
 
     id: str
     fence: At

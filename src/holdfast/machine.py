@@ -402,14 +402,17 @@ def take_back(job: Job, time: QueueTime) -> Step:
 
 
 def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
+    """A stall that need not wait keeps the job's place in front, as an expired lease does."""
     counted = replace(
         job,
         retries=job.retries + (retry.counts == "retries"),
         stalls=job.stalls + (retry.counts == "stalls"),
         timeouts=job.timeouts + (retry.counts == "timeouts"),
         error=retry.error,
-        arrival=time.stamp(),
     )
+    if retry.counts == "stalls" and retry.run_at is None and retry.delay_ms == 0:
+        return counted
+    counted = replace(counted, arrival=time.stamp())
     if retry.run_at is not None:
         return replace(counted, run_at=retry.run_at + time.skew, wall_at=retry.run_at)
     return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)

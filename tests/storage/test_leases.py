@@ -202,3 +202,16 @@ async def test_release_puts_the_job_back_in_its_place_uncounted(stage: Stage) ->
     back = await stage.the("first")
     assert (back.retries, back.stalls, back.timeouts, back.attempts) == (0, 0, 0, 1)
     assert (await stage.claim_one()).id == "first"
+
+
+async def test_a_stall_that_its_worker_reports_keeps_the_jobs_place_unless_it_is_to_wait(stage: Stage) -> None:
+    await stage.enqueue("first")
+    stage.clock.advance(1)
+    await stage.enqueue("second")
+    job = await stage.claim_one()
+    assert await stage.retry(job, counts="stalls") is Settled.OK
+    again = await stage.claim_one()
+    assert (again.id, again.stalls, again.run_at, again.error) == ("first", 1, job.run_at, b"error")
+    assert await stage.retry(again, counts="stalls", delay=5) is Settled.OK
+    assert (await stage.claim_one()).id == "second"
+    assert (await stage.the("first")).run_at == stage.wall(5)

@@ -515,8 +515,9 @@ local function again(job, kind, time)
 end
 
 local function counted(job, retry, time)
-  job[retry.counts] = job[retry.counts] + 1
-  job.error, job.arrival = retry.error, stamp(time)
+  job[retry.counts], job.error = job[retry.counts] + 1, retry.error
+  if retry.counts == 'stalls' and retry.run_at == 0 and retry.delay_ms == 0 then return end
+  job.arrival = stamp(time)
   if retry.run_at > 0 then
     job.run_at, job.wall_at = retry.run_at + time[SKEW], retry.run_at
   else
