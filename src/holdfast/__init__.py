@@ -26,8 +26,9 @@ from holdfast.execution import CurrentJob, Execution, Failure, current_job
 from holdfast.jobs import Cancelled, Kept, Placed, State, Update
 from holdfast.lease import Lease
 from holdfast.queue import JobInfo, Queue, Stats
+from holdfast.runs import RunEvent
 from holdfast.task import Handle, Task
-from holdfast.worker import RunEvent, Worker
+from holdfast.worker import Worker
 
 __all__ = [
     "Bound",

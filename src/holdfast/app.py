@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Self, Unpack, cast, overload
 
 from holdfast.arguments import name_of
 from holdfast.clock import Clock
 from holdfast.codec import Codec
-from holdfast.connection import Bound, Connection
+from holdfast.connection import Address, Bound, Connection
 from holdfast.errors import OptionError
 from holdfast.execution import AfterExecution, Handler, Middleware, OnError, Surroundings, current_job
+from holdfast.inline import Inline
 from holdfast.jobs import Job, Snapshot
 from holdfast.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast.pool import Pool
 from holdfast.queue import PullOptions, Queue
+from holdfast.runs import OnEvent
 from holdfast.storage import Storage
 from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker
+from holdfast.targets import find
 from holdfast.task import Definition, Handle, Task, TaskDecorator
-from holdfast.worker import OnEvent, Worker
+from holdfast.worker import Worker, choose, default_worker_name
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -40,6 +43,7 @@ R = TypeVar("R")
 H = TypeVar("H")
 
 MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
+MAX_PROCESSES = 1_000
 
 
 class Holdfast(Generic[T]):
@@ -233,28 +237,60 @@ class Holdfast(Generic[T]):
         self,
         queues: str | Iterable[str] | None = None,
         *,
+        processes: int | None = None,
         concurrency: int | None = None,
         name: str | None = None,
         lease: Seconds = 10,
         grace: Seconds = 25,
+        drain_grace: Seconds = 10,
+        max_jobs: int | None = None,
+        max_memory: int | None = None,
         burst: bool = False,
     ) -> Worker:
-        """A worker on this event loop: `async with app.worker(): …`.
+        """A worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
 
         `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the runs at one time.
         `lease` is how long a dead worker's jobs stay with it; it is kept alive from a thread of its own. Leaving the
         block lets runs finish for `grace` seconds. A `burst` ends by itself when nothing is ready any more.
+
+        Child processes import the app, which must be at the top of a module, and can be killed: when a run does not
+        stop, its process is given `drain_grace` seconds for its other runs. It is replaced after `max_jobs` jobs, or
+        when it has more than `max_memory` bytes in memory.
         """
         if name is not None:
             check_worker(name)
-        return self._make_worker(
-            self._served(queues),
-            concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
-            name=name,
-            lease_ms=to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
-            grace_s=to_ms("grace", grace) / 1000,
-            burst=burst,
+        options: dict[str, Any] = {
+            "concurrency": None if concurrency is None else to_count("concurrency", concurrency, 1),
+            "name": name or default_worker_name(),
+            "lease_ms": to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
+            "grace_s": to_ms("grace", grace) / 1000,
+            "burst": burst,
+        }
+        chosen = self._served(queues)
+        if processes is None:
+            return self._make_worker(chosen, **options)
+        self._connection.address.check_shared()
+        pool = Pool(
+            find(self),
+            sys.path,
+            processes=to_count("processes", processes, 1, MAX_PROCESSES),
+            worker=options["name"],
+            drain_grace_s=to_ms("drain_grace", drain_grace) / 1000,
+            max_jobs=None if max_jobs is None else to_count("max_jobs", max_jobs, 1),
+            max_memory=None if max_memory is None else to_count("max_memory", max_memory, 1),
         )
+        patterns = queues if queues is None or isinstance(queues, str) else list(queues)
+        return Worker(
+            pool, self._opened, queues=patterns, trouble=self._around.trouble, on_event=self._on_event, **options
+        )
+
+    def inside(self) -> Inside:
+        """For holdfast.child and the command line: what there is to run."""
+        return Inside(self._served(None), self._around, self._lifespan, self._on_event, self._connection.address)
+
+    def defer(self) -> None:
+        """For holdfast.child: open the storage only when it is first used."""
+        self._connection.defer()
 
     def rehearse(self, storage: Storage | None) -> None:
         """For holdfast.testing: use another storage, on every loop, until None is put back."""
@@ -262,31 +298,45 @@ class Holdfast(Generic[T]):
 
     def rehearsal(self, note: OnEvent) -> Worker:
         """For holdfast.testing: a worker that runs what is ready and then ends."""
-        return self._make_worker(self._served(None), note, burst=True, beats=False, lease_ms=MAX_LEASE_MS)
+        name = default_worker_name()
+        return self._make_worker(self._served(None), note, name=name, burst=True, beats=False, lease_ms=MAX_LEASE_MS)
 
     def _make_worker(self, handlers: Iterable[Handler], *notes: OnEvent, **options: Any) -> Worker:
-        return Worker(
-            lambda: self.storage,
-            handlers,
-            self._around,
-            opened=self,
-            lifespan=self._lifespan,
-            on_event=[*self._on_event, *notes],
-            **options,
-        )
+        inline = Inline(handlers, self._around)
+
+        @asynccontextmanager
+        async def opened() -> AsyncGenerator[Storage]:
+            async with self._opened() as storage:
+                if self._lifespan is None:
+                    yield storage
+                    return
+                async with self._lifespan() as inline.runner.resources:
+                    yield storage
+
+        on_event = [*self._on_event, *notes]
+        return Worker(inline, opened, queues=None, trouble=self._around.trouble, on_event=on_event, **options)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncGenerator[Storage]:
+        async with self:
+            yield self.storage
 
     def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
         """The handlers of the tasks whose names match, each with its fail handler."""
-        if not self.tasks:
-            raise OptionError("this app has no tasks: import the modules that define them before the worker starts")
-        patterns = ["*"] if queues is None else [queues] if isinstance(queues, str) else list(queues)
-        for pattern in patterns:
-            if not fnmatch.filter(self.tasks, pattern):
-                raise OptionError(f"no task is named like {pattern!r:.80}: there are {', '.join(self.tasks)}")
-        chosen = [name for name in self.tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-        definitions = [self._tasks[name] for name in chosen]
+        definitions = [self._tasks[name] for name in self.tasks]
         failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
-        return [definition.handler for definition in definitions] + failed
+        handlers = {handler.queue: handler for handler in [*(d.handler for d in definitions), *failed]}
+        return [handlers[queue] for queue in choose(handlers, queues)]
+
+
+class Inside(NamedTuple):
+    """What an app is made of, for those who run it."""
+
+    handlers: list[Handler]
+    around: Surroundings
+    lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
+    on_event: list[OnEvent]
+    address: Address
 
 
 def _hook(what: str, function: H) -> H:

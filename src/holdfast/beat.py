@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
-from holdfast.inline import Run
 from holdfast.jobs import Extended, Facts, Lease
 from holdfast.policy import fence_of, timeout_ms
+from holdfast.runs import Run
 from holdfast.storage import Storage
 from holdfast.storage.checks import MAX_ITEMS, batches
 
@@ -42,12 +42,13 @@ class Beat:
         *,
         worker: str,
         lease_ms: int,
+        gone_s: float,
         held: Callable[[], list[Run]],
         facts: Callable[[], Facts],
         full: Callable[[], list[str]],
         lost: Callable[[Run], None],
         cancel: Callable[[Run], None],
-        kill: Callable[[Run], None],
+        kill: Callable[[Run, float], None],
         evict: Callable[[], None],
         trouble: Callable[[BaseException], None],
     ) -> None:
@@ -55,6 +56,8 @@ class Beat:
         self._worker = worker
         self._lease_ms = lease_ms
         self._every_s = lease_ms / 4000
+        self._gone_s = gone_s
+        """How much longer than its grace a run may take to be gone."""
         self._held = held
         self._facts = facts
         self._full = full
@@ -153,7 +156,7 @@ class Beat:
         by_queue: dict[str, list[_Beaten]] = defaultdict(list)
         for run in self._held():
             if self._extends(run):
-                by_queue[run.handler.queue].append((run, run.progress))
+                by_queue[run.queue].append((run, run.progress))
         steps = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
         ended = await asyncio.gather(*steps, self._announce(storage), self._sweep(storage), return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
@@ -196,11 +199,11 @@ class Beat:
     def _extends(self, run: Run) -> bool:
         """A run that is long past its timeout is let go, even if the loop is blocked and cannot say so itself; one
         that must not be overlapped is held for as long as it lasts."""
-        policy = run.handler.policy
+        policy = run.terms.policy
         limit_ms = timeout_ms(run.job, policy)
-        if limit_ms is None or policy.exclusive or run.done:
+        if limit_ms is None or policy.exclusive or run.done or run.started_at is None:
             return True
-        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000
+        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000 + self._gone_s
         return asyncio.get_running_loop().time() < run.started_at + longest_s
 
     def _kill_the_unsure(self) -> None:
@@ -210,8 +213,8 @@ class Beat:
         for run in self._held():
             ends_at = run.extended_at + self._lease_ms / 1000
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
-            if run.handler.policy.dies_with_storage and next_chance_at >= ends_at:
-                self._tell(self._kill, run)
+            if run.terms.policy.dies_with_storage and next_chance_at >= ends_at:
+                self._tell(self._kill, run, max(now, ends_at - self._lease_ms / 20_000))
 
     def _tell(self, function: Callable[..., None], *args: object) -> None:
         try:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from holdfast.clock import Clock
 from holdfast.codec import Codec, Codecs
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, NotOpen, OptionError
@@ -21,11 +23,28 @@ from holdfast.jobs import Enqueued, Outcome, Placed, Request, State
 from holdfast.policy import decode_error
 from holdfast.storage import DEFAULT_URL, Storage, connect, redact
 from holdfast.storage.checks import batches
+from holdfast.storage.deferred import DeferredStorage
 from holdfast.waiters import ask, wait
 
 URL_VARIABLE = "HOLDFAST_URL"
 
 R_co = TypeVar("R_co", covariant=True)
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where an app's jobs are, as another process can be told."""
+
+    url: str | None
+    """None if the app was given a storage, or a clock, of its own."""
+    namespace: str
+    max_payload: int | None
+
+    def check_shared(self) -> None:
+        """Refuse what child processes cannot share."""
+        if self.url is None:
+            raise OptionError("child processes cannot share a storage or a clock made here: give the app a URL")
+        if self.url.startswith("memory:"):
+            raise OptionError("memory:// is in one process: use sqlite:///… or a server, or no child processes")
 
 
 class Connection:
@@ -47,6 +66,8 @@ class Connection:
         self._url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         self._options: dict[str, Any] = {"namespace": namespace, "clock": clock, "max_payload": max_payload}
         self._storage = storage if storage is not None else self._connect(url)
+        own = storage is not None or clock is not None
+        self.address = Address(None if own else self._url, namespace, max_payload)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened = 0
         self._rehearsal: Storage | None = None
@@ -122,6 +143,11 @@ class Connection:
     def any_storage(self) -> Storage:
         """The storage, open or not: for what needs no connection."""
         return self._storage if self._rehearsal is None else self._rehearsal
+
+    def defer(self) -> None:
+        """Open the storage only when it is first used: in a child process most handlers never do."""
+        assert self._loop is None
+        self._storage = DeferredStorage(self._storage)
 
     def rehearse(self, storage: Storage | None) -> None:
         """Put another storage in place of the app's own, on every loop, until None is put back: for tests."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.inline import Run
 from holdfast.jobs import Complete, Fail, Job, Release, Retry, Settled, Settlement
 from holdfast.policy import Policy, smaller
+from holdfast.runs import Run
 from holdfast.storage import Storage
 from holdfast.storage.checks import batches
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,11 @@ from holdfast.arguments import Arguments, UnknownParameter, is_async
 from holdfast.codec import Codecs
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 from holdfast.exceptions import as_data, retry_time, said_by
+from holdfast.fleet import Terms
 from holdfast.jobs import Complete, Fail, Job
 from holdfast.options import Seconds, to_ms
-from holdfast.policy import Ended, FollowUp, Policy, Raised, Returned, Stopped, TimedOut
+from holdfast.policy import Crashed, Ended, FollowUp, Raised, Returned, Stopped, TimedOut
+from holdfast.runs import Why
 
 log = logging.getLogger("holdfast")
 
@@ -32,8 +34,6 @@ LEFT = object()
 """In place of a payload that has to be looked up."""
 
 MAX_PROGRESS_BYTES = 65_536
-
-Why = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 _current: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
 
@@ -144,17 +144,14 @@ OnError = Callable[[BaseException, str], Awaitable[None] | None]
 class Handler:
     """A function that runs the jobs of one queue."""
 
-    def __init__(self, queue: str, arguments: Arguments, policy: Policy, codecs: Codecs, codec: str) -> None:
-        self.queue = queue
+    def __init__(self, terms: Terms, arguments: Arguments, codecs: Codecs, codec: str) -> None:
+        self.queue = terms.queue
+        self.terms = terms
         self.arguments = arguments
-        self.policy = policy
         self.codecs = codecs
         self.codec = codecs.get(codec)
         """Writes results."""
         self.is_async = is_async(arguments.function)
-        self.size = 10
-        self.concurrency: int | None = None
-        self.queue_priority = 100
         self.fails_for: Arguments | None = None
         """The task's arguments, where this is its fail handler."""
 
@@ -252,7 +249,7 @@ async def perform(
         raise
     except BaseException as error:  # SystemExit, too: a handler does not end its worker.
         ended = _raised(error, current)
-    if around.after and not isinstance(ended, Stopped):
+    if around.after and not isinstance(ended, Stopped | Crashed):
         seconds = asyncio.get_running_loop().time() - started
         ended = await _after(job, ended, handler, around, arguments, value, seconds)
     return ended
@@ -365,7 +362,7 @@ async def _after(
 ) -> Ended:
     """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
     nothing."""
-    settlement = decisions.verdict(job, ended, handler.policy, random.Random(0))
+    settlement = decisions.verdict(job, ended, handler.terms.policy, random.Random(0))
     if not isinstance(settlement, Complete | Fail):
         return ended
     error = None if isinstance(ended, Returned) else ended.error

@@ -1,8 +1,9 @@
-"""Which queues to claim from, and how much: capacity as numbers. Pure: no I/O, and `now` is passed in (monotonic
-seconds).
+"""Which queues to claim from, how much, and into which room: capacity as numbers. Pure: no I/O, and `now` is passed in
+(monotonic seconds).
 
-A worker never claims more than it can start now. Queues share it by their priority, those of one priority equally;
-now and then a lower one goes first, and a large job is waited for, so that none starves.
+A room is where runs go on: a child process, or the worker's own loop. A worker never claims more than it can start
+now. Queues share it by their priority, those of one priority equally; now and then a lower one goes first, and a large
+job is waited for, so that none starves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from holdfast.policy import Policy
+
 LOWER_FIRST_EVERY = 16
 """Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
 times is waited for."""
@@ -18,6 +21,45 @@ MAX_CLAIM = 250
 MAX_BLOCK_S = 60.0
 """For so long others are held back so that a large job finds room."""
 NEVER = float("inf")
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
+    process."""
+
+    queue: str
+    policy: Policy
+    size: int = 10
+    concurrency: int | None = None
+    queue_priority: int = 100
+
+
+class Room(msgspec.Struct):
+    """Where runs go on."""
+
+    capacity: int
+    spare: bool = False
+    """Only for runs that must be alone."""
+    used: int = 0
+    runs: int = 0
+    running: dict[str, int] = {}
+    """Runs of each queue."""
+    stuck: int = 0
+    """What runs take up that were given up, and may never end."""
+    open: bool = True
+    """It takes more runs."""
+    deaf: bool = False
+    """It does not answer at the moment: better give it nothing."""
+    alone: bool = False
+    """The run in it must have no neighbours."""
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.used
+
+    @property
+    def takes(self) -> bool:
+        return self.open and not (self.spare or self.alone or self.deaf)
 
 
 class Served(msgspec.Struct):
@@ -32,6 +74,8 @@ class Served(msgspec.Struct):
     """A hint came after the last claim was sent, which may not have seen what it is about."""
     planned: int = 0
     """In which plan it last had an order."""
+    in_hand: int = 0
+    """Jobs that were claimed and wait for a room."""
     asked: int = 0
     """Jobs of a claim that is on its way. There is one at a time."""
     passed_over: int = 0
@@ -50,31 +94,54 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """The capacity of one worker, and what it serves."""
+    """The rooms of one worker, and the queues that it serves. `capacity` is that of one room."""
 
-    def __init__(self, capacity: int, served: Iterable[Served], *, most: int | None = None) -> None:
-        self.capacity = capacity
-        self.used = 0
+    def __init__(
+        self, capacity: int, served: Iterable[Served] = (), *, most: int | None = None, rooms: Iterable[int] = (0,)
+    ) -> None:
+        self.room_capacity = capacity
         self.runs = 0
         self._most = most
         """Runs at the same time, whatever their size."""
-        self._served = {queue.queue: queue for queue in served}
-        for queue in self._served.values():
-            queue.size = min(queue.size, capacity)  # One that is larger than everything runs alone.
+        self._rooms: dict[int, Room] = {}
+        for number in rooms:
+            self.open(number)
+        self._served: dict[str, Served] = {}
+        self._leaving: dict[str, Served] = {}
+        """Queues that are not served any more, and whose last runs have not ended."""
+        for queue in served:
+            self.serve(queue)
         self._plans = 0
-        self._asked_units = self._asked_runs = 0
-        """What claims that are on their way may bring."""
-        self._stuck_units = 0
-        """What runs take up that were given up, and may never end."""
+        self._claims = 0
+        self._in_hand = 0
 
-    @property
-    def claiming(self) -> bool:
-        """Is a claim on its way?"""
-        return self._asked_runs > 0
+    # Queues
 
     @property
     def queues(self) -> list[str]:
         return list(self._served)
+
+    def serves(self, queue: str) -> bool:
+        return queue in self._served
+
+    def serve(self, served: Served) -> None:
+        """Begin to serve a queue, or serve it on other terms from now on."""
+        served.size = min(served.size, self.room_capacity)  # One that is larger than everything runs alone.
+        known = self._served.get(served.queue) or self._leaving.pop(served.queue, None)
+        if known is None:
+            self._served[served.queue] = served
+            return
+        for room in self._rooms.values():
+            room.used += (served.size - known.size) * room.running.get(served.queue, 0)
+        known.size, known.concurrency, known.priority = served.size, served.concurrency, served.priority
+        self._served[served.queue] = known
+
+    def leave(self, queue: str) -> None:
+        """Claim nothing from this queue any more."""
+        served = self._served.pop(queue, None)
+        if served is not None:
+            self._leaving[queue] = served
+            self._forget_if_over(served)
 
     def wake(self, queue: str) -> None:
         """There may be work."""
@@ -82,43 +149,199 @@ class Fleet:
             self._served[queue].woken = True
             self._served[queue].claim_at = 0.0
 
+    def sleep(self, queue: str) -> None:
+        """It has no work after all."""
+        served = self._served.get(queue)
+        if served is not None:
+            served.claim_at, served.passed_over, served.blocks_since = NEVER, 0, NEVER
+
+    def _find(self, queue: str) -> Served:
+        return self._served[queue] if queue in self._served else self._leaving[queue]
+
+    def _forget_if_over(self, served: Served) -> None:
+        if not (served.running or served.asked or served.in_hand):
+            self._leaving.pop(served.queue, None)
+
+    # Rooms
+
+    @property
+    def capacity(self) -> int:
+        """Of all rooms together."""
+        return sum(room.capacity for room in list(self._rooms.values()) if room.open and not room.spare)
+
+    @property
+    def used(self) -> int:
+        return sum(room.used for room in list(self._rooms.values()))
+
+    def open(self, number: int, *, spare: bool = False) -> None:
+        """There is a new room."""
+        self._rooms[number] = Room(self.room_capacity, spare)
+
+    def shut(self, number: int) -> None:
+        """A room takes no more runs."""
+        self._rooms[number].open = False
+
+    def drop(self, number: int) -> None:
+        """A room is gone. Its runs are told one by one."""
+        if number in self._rooms:
+            self._rooms[number].open = False
+            self._drop_if_over(number)
+
+    def hears(self, number: int, hears: bool) -> None:
+        self._rooms[number].deaf = not hears
+
+    def find_room(self, queue: str, *, alone: bool = False) -> int | None:
+        """A room for the next run of this queue, the emptiest; for one that must be alone, one in which nothing
+        runs."""
+        if alone:
+            empty = [number for number, room in self._rooms.items() if room.open and not room.deaf and not room.runs]
+            return min(empty, key=lambda number: not self._rooms[number].spare, default=None)
+        size = self._find(queue).size
+        fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
+        return -max(fits)[1] if fits else None
+
+    def started(self, queue: str, room: int = 0, *, alone: bool = False) -> None:
+        served, place = self._find(queue), self._rooms[room]
+        served.running += 1
+        place.used += served.size
+        place.runs += 1
+        place.running[queue] = place.running.get(queue, 0) + 1
+        place.alone = alone
+        self.runs += 1
+
+    def gave_up(self, queue: str, room: int = 0) -> None:
+        """A run does not stop. It keeps its room, and nobody waits for that."""
+        self._rooms[room].stuck += self._find(queue).size
+
+    def ended(self, queue: str, room: int = 0, *, given_up: bool = False) -> None:
+        served, place = self._find(queue), self._rooms[room]
+        served.running -= 1
+        place.used -= served.size
+        place.runs -= 1
+        place.running[queue] -= 1
+        place.alone = False
+        self.runs -= 1
+        if given_up:
+            place.stuck -= served.size
+        self._drop_if_over(room)
+        self._forget_if_over(served)
+
+    def take_in_hand(self, queue: str) -> None:
+        """A job was claimed and finds no room: it waits for one."""
+        self._find(queue).in_hand += 1
+        self._in_hand += 1
+
+    def out_of_hand(self, queue: str) -> None:
+        """It has found one, or was given back."""
+        served = self._find(queue)
+        served.in_hand -= 1
+        self._in_hand -= 1
+        self._forget_if_over(served)
+
+    def _drop_if_over(self, number: int) -> None:
+        room = self._rooms[number]
+        if not (room.open or room.runs):
+            del self._rooms[number]
+
+    # Claims
+
+    @property
+    def claiming(self) -> bool:
+        """Is a claim on its way?"""
+        return self._claims > 0
+
     def plan(self, now: float) -> list[Order]:
         """What to claim. No two orders are for one queue, and together they fit."""
         due = [queue for queue in self._served.values() if queue.claim_at <= now and not queue.asked]
-        ready = self._without_the_blocked(due, now)
+        if not due:
+            return []
+        frees = self._frees()
+        ready = self._without_the_blocked(due, frees, now)
         if not ready:
             return []
         self._plans += 1
-        free, runs_left = self._free(), self._runs_left()
+        runs_left = self._runs_left()
         orders: list[Order] = []
         tiers = sorted({queue.priority for queue in ready}, reverse=True)
         if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
             below = [queue for queue in ready if queue.priority < tiers[0]]
             longest = min(below, key=lambda queue: (queue.planned, queue.priority))
             orders.append(Order(longest.queue, 1))
-            free, runs_left = free - longest.size, runs_left - 1
+            _take(frees, longest.size, 1)
+            runs_left -= 1
             ready.remove(longest)
         for tier in tiers:
-            shares = self._share([queue for queue in ready if queue.priority == tier], free, runs_left)
-            free -= sum(order.limit * self._served[order.queue].size for order in shares)
+            shares = self._share([queue for queue in ready if queue.priority == tier], frees, runs_left)
             runs_left -= sum(order.limit for order in shares)
             orders += shares
         for order in orders:
             served = self._served[order.queue]
             served.asked, served.planned, served.woken = order.limit, self._plans, False
             served.passed_over, served.blocks_since = 0, NEVER
-            self._asked_units += order.limit * served.size
-            self._asked_runs += order.limit
+            self._claims += 1
         return orders
 
-    def _without_the_blocked(self, due: list[Served], now: float) -> list[Served]:
+    def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
+        """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
+        served = self._find(queue)
+        self._claims -= served.asked > 0
+        served.asked = 0
+        served.claim_at = 0.0 if got >= asked or served.woken else claim_at
+
+    def next_claim_at(self, now: float) -> float:
+        """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
+        end."""
+        return min((queue.claim_at for queue in self._served.values() if queue.claim_at > now), default=NEVER)
+
+    def full(self) -> list[str]:
+        """Queues that have no room. From any thread."""
+        frees = self._frees()
+        return [queue.queue for queue in list(self._served.values()) if self._fitting(queue, frees) <= 0]
+
+    def asleep(self, now: float) -> list[str]:
+        """Queues that have room and are not known to have work."""
+        frees = self._frees()
+        return [q.queue for q in self._served.values() if q.claim_at > now and self._fitting(q, frees) > 0]
+
+    def crowded(self, now: float) -> list[str]:
+        """Queues that should have work, of which nothing fits."""
+        frees = self._frees()
+        return [q.queue for q in self._served.values() if q.claim_at <= now and not q.asked and self._crowded(q, frees)]
+
+    def _frees(self) -> list[int]:
+        """What is free in each room, less what was claimed and has no room yet, or may come with a claim."""
+        frees = [room.free for room in list(self._rooms.values()) if room.takes]
+        if self._claims or self._in_hand:
+            for queue in list(self._served.values()):
+                _take(frees, queue.size, queue.asked + queue.in_hand)
+        return frees
+
+    def _runs_left(self) -> int:
+        if self._most is None:
+            return MAX_CLAIM * len(self._served)
+        return self._most - self.runs - self._in_hand - sum(queue.asked for queue in list(self._served.values()))
+
+    def _fitting(self, queue: Served, frees: Sequence[int]) -> int:
+        """How many jobs of a queue fit."""
+        room = min(sum(free // queue.size for free in frees if free > 0), self._runs_left(), MAX_CLAIM)
+        return room if queue.concurrency is None else min(room, queue.concurrency - queue.running - queue.in_hand)
+
+    def _has_slot(self, queue: Served) -> bool:
+        """May another of its jobs run, as far as numbers go?"""
+        return self._runs_left() > 0 and (queue.concurrency is None or queue.running < queue.concurrency)
+
+    def _crowded(self, queue: Served, frees: Sequence[int]) -> bool:
+        """Would its next job fit, if only enough of what runs ended?"""
+        most = max((room.capacity - room.stuck for room in list(self._rooms.values()) if room.takes), default=0)
+        return max(frees, default=0) < queue.size <= most and self._has_slot(queue)
+
+    def _without_the_blocked(self, due: list[Served], frees: Sequence[int], now: float) -> list[Served]:
         """Queues that have room. Where a large job has waited long enough for some, only higher queues go on until
         enough has ended, and at last not even those; but not for ever, it may be a long run that has to end."""
-        free = self._free()
-        ready = [queue for queue in due if self._room(queue, free) > 0]
+        ready = [queue for queue in due if self._fitting(queue, frees) > 0]
         blocked_by = -1
         for queue in due:
-            if not self._crowded(queue, free):
+            if not self._crowded(queue, frees):
                 continue
             queue.passed_over += 1
             if queue.passed_over >= LOWER_FIRST_EVERY:
@@ -131,87 +354,27 @@ class Fleet:
                 return []
         return [queue for queue in ready if queue.priority > blocked_by]
 
-    def _crowded(self, queue: Served, free: int) -> bool:
-        """Would its next job fit, if only enough of what runs ended?"""
-        return free < queue.size <= self.capacity - self._stuck_units and self._has_slot(queue)
-
-    def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
-        """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
-        served = self._served[queue]
-        self._asked_units -= served.asked * served.size
-        self._asked_runs -= served.asked
-        served.asked = 0
-        served.claim_at = 0.0 if got >= asked or served.woken else claim_at
-
-    def started(self, queue: str) -> None:
-        served = self._served[queue]
-        served.running += 1
-        self.used += served.size
-        self.runs += 1
-
-    def gave_up(self, queue: str) -> None:
-        """A run does not stop. It keeps its room, and nobody waits for that."""
-        self._stuck_units += self._served[queue].size
-
-    def ended(self, queue: str, *, given_up: bool = False) -> None:
-        served = self._served[queue]
-        served.running -= 1
-        self.used -= served.size
-        self.runs -= 1
-        if given_up:
-            self._stuck_units -= served.size
-
-    def next_claim_at(self, now: float) -> float:
-        """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
-        end."""
-        return min((queue.claim_at for queue in self._served.values() if queue.claim_at > now), default=NEVER)
-
-    def full(self) -> list[str]:
-        """Queues that have no room. From any thread."""
-        free = self._free()
-        return [queue.queue for queue in self._served.values() if self._room(queue, free) <= 0]
-
-    def asleep(self, now: float) -> list[str]:
-        """Queues that have room and are not known to have work."""
-        free = self._free()
-        return [queue.queue for queue in self._served.values() if queue.claim_at > now and self._room(queue, free) > 0]
-
-    def crowded(self, now: float) -> list[str]:
-        """Queues that should have work, of which nothing fits."""
-        free = self._free()
-        return [q.queue for q in self._served.values() if q.claim_at <= now and not q.asked and self._crowded(q, free)]
-
-    def sleep(self, queue: str) -> None:
-        """It has no work after all."""
-        served = self._served[queue]
-        served.claim_at, served.passed_over, served.blocks_since = NEVER, 0, NEVER
-
-    def _free(self) -> int:
-        return self.capacity - self.used - self._asked_units
-
-    def _runs_left(self) -> int:
-        return MAX_CLAIM * len(self._served) if self._most is None else self._most - self.runs - self._asked_runs
-
-    def _room(self, queue: Served, free: int) -> int:
-        """How many jobs of a queue fit."""
-        room = min(free // queue.size, self._runs_left(), MAX_CLAIM)
-        return room if queue.concurrency is None else min(room, queue.concurrency - queue.running)
-
-    def _has_slot(self, queue: Served) -> bool:
-        """May another of its jobs run, as far as numbers go?"""
-        return self._runs_left() > 0 and (queue.concurrency is None or queue.running < queue.concurrency)
-
-    def _share(self, tier: Sequence[Served], free: int, runs_left: int) -> list[Order]:
+    def _share(self, tier: Sequence[Served], frees: list[int], runs_left: int) -> list[Order]:
         """Equal parts for the queues of one priority; what one leaves goes to those after it. The queue with the
         fewest runs is served first."""
         orders: list[Order] = []
         left = sorted(tier, key=lambda queue: (queue.running * queue.size, queue.planned))
-        while left and free > 0 and runs_left > 0:
+        while left and runs_left > 0 and (free := sum(frees)) > 0:
             queue = left.pop(0)
-            share = max(queue.size, free // (len(left) + 1))
-            limit = min(self._room(queue, min(share, free)), runs_left)
+            share = max(1, free // (len(left) + 1) // queue.size)
+            limit = min(self._fitting(queue, frees), share, runs_left)
             if limit > 0:
                 orders.append(Order(queue.queue, limit))
-                free -= limit * queue.size
+                _take(frees, queue.size, limit)
                 runs_left -= limit
         return orders
+
+
+def _take(frees: list[int], size: int, count: int) -> None:
+    """Use up room for some jobs, as they will be placed: each where most is free."""
+    if len(frees) == 1:
+        frees[0] -= size * count
+        return
+    for _ in range(count if frees else 0):
+        at = frees.index(max(frees))
+        frees[at] -= size

@@ -1,117 +1,114 @@
-"""Runs on the worker's own event loop, and on threads for handlers that are not async.
+"""Runs in this process: on its event loop, and on threads for handlers that are not async.
 
-Fast and simple, with one limit that Python sets: a run that does not end when it is cancelled cannot be killed. It
-keeps its place in the capacity until it ends by itself.
+`Runner` calls handlers, for a worker or inside a child process. `Inline` is the executor of a worker that has no
+children: fast and simple, with one limit that Python sets: a run that does not end when it is cancelled cannot be
+killed. It keeps its place in the capacity until it ends by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Generic, TypeVar
 
-from holdfast.execution import CurrentJob, Handler, Surroundings, Why, interrupted, perform
+from holdfast.execution import CurrentJob, Handler, Surroundings, interrupted, perform
+from holdfast.fleet import Fleet, Terms
 from holdfast.jobs import Job
-from holdfast.policy import Ended, fence_of, timeout_ms
+from holdfast.policy import Ended
+from holdfast.runs import Executor, Listener, Run, Why
 
 CAPACITY = 1_000
 
-
-class Run:
-    """A job that this worker has leased and started."""
-
-    __slots__ = (
-        *("current", "done", "extended_at", "given_up", "handler", "held"),
-        *("job", "progress", "started_at", "task", "timers"),
-    )
-
-    def __init__(self, handler: Handler, job: Job, extended_at: float) -> None:
-        self.handler = handler
-        self.job = job
-        self.current: CurrentJob
-        self.started_at = 0.0
-        self.extended_at = extended_at
-        """When the last claim or extend that succeeded was sent: from then on the lease lasted its length."""
-        self.held = True
-        """The lease is ours, and nothing was decided about it yet."""
-        self.done = False
-        self.given_up = False
-        """It was told to stop, and does not."""
-        self.progress: bytes | None = None
-        self.task: asyncio.Task[Ended] | None = None
-        self.timers: list[asyncio.TimerHandle] = []
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.handler.queue, self.job.id, fence_of(self.job)
+K = TypeVar("K", bound=Hashable)
 
 
-class Inline:
-    """Starts and stops runs; says when one has ended, and when one that was stopped does not end."""
-
-    capacity = CAPACITY
+class Runner(Generic[K]):
+    """Calls handlers. `ended` is told what a call came to, `reported` how far it is; each by the key it was started
+    with."""
 
     def __init__(
         self,
         around: Surroundings,
+        threads: int,
         *,
-        ended: Callable[[Run, Ended], None],
-        stuck: Callable[[Run], None],
-        reported: Callable[[], None],
+        ended: Callable[[K, Ended], None],
+        reported: Callable[[K, bytes], None],
     ) -> None:
-        self.resources: Any = None
+        self.resources: object = None
+        """What the app's lifespan has made."""
         self._around = around
         self._ended = ended
-        self._stuck = stuck
         self._reported = reported
-        self._threads = ThreadPoolExecutor(CAPACITY, "holdfast-run")
-        self._runs: dict[asyncio.Task[Ended], Run] = {}
+        self._threads = ThreadPoolExecutor(threads, "holdfast-run")
+        self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
 
-    @property
-    def runs(self) -> list[Run]:
-        """What has been started and has not ended, whoever has its lease by now."""
-        return list(self._runs.values())
+    def start(self, key: K, handler: Handler, job: Job) -> None:
+        current = CurrentJob(handler.queue, job, partial(self._reported, key), self.resources)
+        task = asyncio.get_running_loop().create_task(perform(job, current, handler, self._around, self._threads))
+        self._going[key] = (task, current)
+        task.add_done_callback(partial(self._done, key))
 
-    def start(self, run: Run) -> None:
-        loop = asyncio.get_running_loop()
-        run.started_at = loop.time()
-
-        def report(progress: bytes) -> None:
-            run.progress = progress
-            self._reported()
-
-        run.current = CurrentJob(run.handler.queue, run.job, report, self.resources)
-        run.task = loop.create_task(perform(run.job, run.current, run.handler, self._around, self._threads))
-        self._runs[run.task] = run
-        run.task.add_done_callback(self._done)
-        limit_ms = timeout_ms(run.job, run.handler.policy)
-        if limit_ms is not None:
-            run.timers.append(loop.call_later(limit_ms / 1000, self.stop, run, "timeout"))
-
-    def stop(self, run: Run, why: Why) -> None:
-        """Ask a run to end. The first reason counts."""
-        if run.done or run.current.stopping is not None:
-            return
-        run.current.stopping = why
-        if run.current.on_loop and run.task is not None:
-            run.task.cancel()
-        grace_s = run.handler.policy.cancel_grace_ms / 1000
-        run.timers.append(asyncio.get_running_loop().call_later(grace_s, self._overdue, run))
+    def stop(self, key: K, why: Why) -> None:
+        """Ask a run to end."""
+        if key in self._going:
+            task, current = self._going[key]
+            current.stopping = why
+            if current.on_loop:
+                task.cancel()
 
     def close(self) -> None:
         """Threads that are idle end now, the others with their runs."""
         self._threads.shutdown(wait=False)
 
-    def _done(self, task: asyncio.Task[Ended]) -> None:
-        run = self._runs.pop(task)
-        run.done = True
-        for timer in run.timers:
-            timer.cancel()
+    def _done(self, key: K, task: asyncio.Task[Ended]) -> None:
+        _, current = self._going.pop(key)
         error = None if task.cancelled() else task.exception()
-        ended = interrupted(error, run.current) if task.cancelled() or error else task.result()
-        self._ended(run, ended)
+        self._ended(key, interrupted(error, current) if task.cancelled() or error else task.result())
 
-    def _overdue(self, run: Run) -> None:
-        if not run.done:
-            self._stuck(run)
+
+class Inline(Executor):
+    """Runs on the worker's own loop."""
+
+    name = "inline"
+    room_capacity = CAPACITY
+
+    def __init__(self, handlers: Iterable[Handler], around: Surroundings) -> None:
+        super().__init__()
+        self._handlers = {handler.queue: handler for handler in handlers}
+        self.runner: Runner[Run] = Runner(around, CAPACITY, ended=self._finish, reported=self._progressed)
+
+    @property
+    def terms(self) -> list[Terms]:
+        return [handler.terms for handler in self._handlers.values()]
+
+    def attach(self, fleet: Fleet, to: Listener) -> None:
+        super().attach(fleet, to)
+        fleet.open(0)
+
+    async def open(self) -> None:
+        for handler in self._handlers.values():
+            handler.check()
+
+    async def close(self) -> None:
+        self.runner.close()
+
+    def start(self, run: Run) -> None:
+        self._began(run, 0)
+        self.runner.start(run, self._handlers[run.queue], run.job)
+
+    def _ask(self, run: Run, why: Why) -> None:
+        self.runner.stop(run, why)
+
+    def _past_its_grace(self, run: Run) -> None:
+        run.given_up = True
+        self._fleet.gave_up(run.queue)
+        self._to.stuck(run)
+
+    def _kill(self, run: Run) -> None:
+        pass  # It cannot be.
+
+    def _progressed(self, run: Run, progress: bytes) -> None:
+        run.progress = progress
+        self._to.reported()

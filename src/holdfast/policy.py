@@ -76,13 +76,19 @@ class TimedOut(Value, frozen=True, tag="timed out"):
     failure_ttl_ms: int | None = None
 
 
+class Crashed(Value, frozen=True, tag="crashed"):
+    """The process of the run died. Which of the runs in it did that, nobody can tell."""
+
+    error: JobError
+
+
 class Stopped(Value, frozen=True, tag="stopped"):
     """The run was stopped for a reason that is not its own."""
 
-    reason: Literal["cancel", "shutdown", "lease_lost"]
+    reason: Literal["cancel", "shutdown", "lease_lost", "neighbour"]
 
 
-Ended = Returned | Raised | TimedOut | Stopped
+Ended = Returned | Raised | TimedOut | Crashed | Stopped
 
 
 def admit(job: Job, policy: Policy) -> Fail | None:
@@ -95,6 +101,13 @@ def admit(job: Job, policy: Policy) -> Fail | None:
     if _over(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
         return _fail(job, _last(job, "retriable", f"it was retried {_times(job.retries)}"), policy)
     return None
+
+
+def is_suspect(job: Job, policy: Policy) -> bool:
+    """Must it run alone? It has stalled twice, or may not stall again: perhaps it is what kills its processes, and
+    otherwise its neighbours must not be what fails it."""
+    limit = _limit(job.work.max_stalls, policy.max_stalls, policy)
+    return job.stalls >= 2 or (job.stalls == 1 and limit is not None and limit <= 1)
 
 
 def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settlement:
@@ -115,6 +128,11 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = backoff_ms(job.timeouts, policy, rng)
             return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
+        case Crashed():
+            if not _allows(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
+                return _fail(job, ended.error, policy)
+            delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
+            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
             if policy.at_most_once and ended.reason != "cancel":
                 error = JobError(type="Stopped", kind="stall", message=f"it was started, and stopped by {ended.reason}")

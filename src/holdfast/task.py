@@ -13,6 +13,7 @@ from holdfast.connection import Bound, Connection
 from holdfast.errors import OptionError
 from holdfast.events import Event, Topic
 from holdfast.execution import Failure, Handler
+from holdfast.fleet import Terms
 from holdfast.jobs import (
     DEFAULT_PRIORITY,
     Cancelled,
@@ -286,7 +287,8 @@ class Definition:
         policy = handler_policy(FAIL_HANDLER, options)
         self.fail_handler = make_handler(self._app, queue, Arguments(queue, function), policy, options, None)
         self.fail_handler.fails_for = self.arguments
-        self.handler.policy = self.policy = msgspec.structs.replace(self.policy, follows_up=True)
+        self.policy = msgspec.structs.replace(self.policy, follows_up=True)
+        self.handler.terms = msgspec.structs.replace(self.handler.terms, policy=self.policy)
 
     def _codec(self) -> Codec:
         if self.arguments.raw:
@@ -340,9 +342,12 @@ def backoff_of(base: Policy, asked: Mapping[str, Any]) -> dict[str, int]:
 def make_handler(
     app: Connection, queue: str, arguments: Arguments, policy: Policy, options: HandlerOptions, codec: str | None
 ) -> Handler:
-    handler = Handler(queue, arguments, policy, app.codecs, app.codecs.default.name if codec is None else codec)
-    handler.size = to_count("size", options.get("size", 10), 1, 100_000)
     concurrency = options.get("concurrency")
-    handler.concurrency = None if concurrency is None else to_count("concurrency", concurrency, 1)
-    handler.queue_priority = to_count("queue_priority", options.get("queue_priority", 100))
-    return handler
+    terms = Terms(
+        queue=queue,
+        policy=policy,
+        size=to_count("size", options.get("size", 10), 1, 100_000),
+        concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
+        queue_priority=to_count("queue_priority", options.get("queue_priority", 100)),
+    )
+    return Handler(terms, arguments, app.codecs, app.codecs.default.name if codec is None else codec)

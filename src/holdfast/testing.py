@@ -22,9 +22,9 @@ from holdfast.errors import HoldfastError, OptionError
 from holdfast.events import Kind
 from holdfast.jobs import State
 from holdfast.options import from_at, to_at
+from holdfast.runs import RunEvent
 from holdfast.storage import connect
 from holdfast.task import Task
-from holdfast.worker import RunEvent
 
 MAX_RUNS = 10_000
 """A drain that has started this many runs is taken for one that never ends."""

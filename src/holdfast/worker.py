@@ -1,107 +1,93 @@
 """The worker: feed (plan, claim, hand over), beat (extend, sweep), drain (outcomes become settlements, in batches).
 
-What to claim is decided in fleet.py, what becomes of a run in policy.py; runs go on in inline.py, the beat has a
-thread of its own in beat.py. Here is what connects them.
+What to claim is decided in fleet.py, what becomes of a run in policy.py; feed.py claims, drain.py settles, beat.py has
+a thread of its own. Runs go on in an executor: inline.py, or the processes of pool.py. Here is what connects them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import logging
 import os
 import random
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Self
-
-import msgspec
+from typing import Self
 
 from holdfast.beat import Beat
-from holdfast.drain import GIVE_UP_S, TRY_AGAIN_S, Drain, Outcome
-from holdfast.errors import JobError, OptionError
-from holdfast.events import LOOK_EVERY_S, Kind, Topic
+from holdfast.drain import GIVE_UP_S, Drain, Outcome
+from holdfast.errors import OptionError
+from holdfast.events import Kind
 from holdfast.exceptions import as_data
-from holdfast.execution import Handler, Surroundings, awaited, timed_out
-from holdfast.fleet import NEVER, Fleet, Order, Served
-from holdfast.inline import Inline, Run
-from holdfast.jobs import Claim, Complete, Facts, Fail, Job, Release, Retry, Settled
-from holdfast.policy import Ended, Raised, Stopped, TimedOut, admit, decode_error, fence_of, verdict
+from holdfast.execution import timed_out
+from holdfast.feed import Feed
+from holdfast.fleet import Fleet, Served, Terms
+from holdfast.hooks import Teller, Trouble
+from holdfast.jobs import Complete, Facts, Fail, Job, Release, Retry, Settled
+from holdfast.policy import Ended, Policy, Raised, Stopped, TimedOut, admit, decode_error, fence_of, verdict
+from holdfast.runs import Executor, Listener, OnEvent, Run, RunEvent
 from holdfast.storage import Storage
-from holdfast.storage.checks import batches
+from holdfast.storage.checks import FAILED_SUFFIX
+from holdfast.version import VERSION
 
 log = logging.getLogger("holdfast.worker")
+jobs_log = logging.getLogger("holdfast.jobs")
+"""One line for each thing that happens to a job."""
 
-
-class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
-    `failed`, `retried`, `timed_out` or `released`."""
-
-    kind: Kind
-    queue: str
-    id: str
-    attempt: int
-    seconds: float = 0.0
-    """How long the run took."""
-    error: JobError | None = None
-
-
-OnEvent = Callable[[RunEvent], Any]
+QUICK_S = 1.0
+"""The most that a run gets to end when a stop is to be quick."""
 
 
 class Worker:
     """Serves queues until it is stopped: `async with app.worker(): …`, or `await app.worker().run()`.
 
-    Leaving the block stops it: nothing more is claimed, runs may finish within `grace`, the rest is cancelled and goes
+    Leaving the block stops it: nothing more is claimed, runs may finish within `grace`, the rest is stopped and goes
     back to its place in the queue, uncounted.
     """
 
     def __init__(
         self,
-        storage: Callable[[], Storage],
-        handlers: Iterable[Handler],
-        around: Surroundings,
+        executor: Executor,
+        storage: Callable[[], AbstractAsyncContextManager[Storage]],
         *,
-        opened: AbstractAsyncContextManager[Any],
-        lifespan: Callable[[], AbstractAsyncContextManager[Any]] | None = None,
+        queues: Sequence[str] | None,
+        trouble: Trouble,
         on_event: Sequence[OnEvent] = (),
-        name: str | None = None,
+        name: str,
         lease_ms: int = 10_000,
         grace_s: float = 25.0,
         concurrency: int | None = None,
         burst: bool = False,
         beats: bool = True,
     ) -> None:
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._find_storage = storage
-        self._handlers = {handler.queue: handler for handler in handlers}
-        self._around = around
-        self._opened = opened
-        self._lifespan = lifespan
-        self._on_event = on_event
+        self.name = name
+        self._executor = executor
+        self._open_storage = storage
+        self._patterns = queues
         self._lease_ms = lease_ms
         self._grace_s = grace_s
         self._burst = burst
         self._beats = beats
-        served = [
-            Served(handler.queue, handler.size, handler.concurrency, handler.queue_priority)
-            for handler in self._handlers.values()
-        ]
-        self._fleet = Fleet(Inline.capacity, served, most=concurrency)
+        self._teller = Teller(on_event, trouble)
         self._rng = random.Random()
+        self._terms: dict[str, Terms] = {}
+        """What can be served, by queue."""
+        self._policies: dict[str, Policy] = {}
+        self._fleet = Fleet(executor.room_capacity, most=concurrency, rooms=())
+        self._feed: Feed | None = None
         self._runs: dict[tuple[str, str, int], Run] = {}
-        """What we hold: started, and not yet settled."""
-        self._changed = asyncio.Event()
-        """Something happened that the feed may want to know."""
+        """What we hold: claimed, and not yet settled."""
+        self._ended_one = asyncio.Event()
         self._stop_asked = asyncio.Event()
         self._quick = asyncio.Event()
-        self._looking = False
-        self._events: asyncio.Queue[RunEvent | tuple[Exception, str] | None] = asyncio.Queue()
-        """For hooks, in order: what happened, and what went wrong."""
         self._beat: Beat | None = None
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
+        if executor.terms:
+            self.adopt()
 
     @property
     def queues(self) -> list[str]:
@@ -113,25 +99,41 @@ class Worker:
         """Runs that are going on."""
         return self._fleet.runs
 
+    # From start to end
+
     async def __aenter__(self) -> Self:
         if self._main is not None:
             raise OptionError(f"worker {self.name} has run already: make another with app.worker()")
-        for handler in self._handlers.values():
-            handler.check()
         try:
-            await self._stack.enter_async_context(self._opened)
-            self._storage = self._find_storage()
-            policies = {queue: handler.policy for queue, handler in self._handlers.items()}
-            self._drain = Drain(self._storage, self.name, policies, self._trouble, self._settled, self._drained)
-            self._executor = Inline(self._around, ended=self._ended, stuck=self._stuck, reported=self._reported)
-            self._stack.callback(self._executor.close)
-            if self._lifespan is not None:
-                self._executor.resources = await self._stack.enter_async_context(self._lifespan())
+            await self._executor.open()
+            self._stack.push_async_callback(self._executor.close)
+            self._storage = await self._stack.enter_async_context(self._open_storage())
+            feed = self._connect()
         except BaseException:
             await self._stack.aclose()
             raise
-        self._main = asyncio.create_task(self._serve(), name=f"holdfast worker {self.name}")
+        self._main = asyncio.create_task(self._serve(feed), name=f"holdfast worker {self.name}")
         return self
+
+    def _connect(self) -> Feed:
+        """Put the parts together, now that it is known what can be run."""
+        self._teller.hooks += self._executor.hooks
+        self._feed = feed = Feed(
+            self._storage,
+            self._fleet,
+            worker=self.name,
+            lease_ms=self._lease_ms,
+            burst=self._burst,
+            begin=self._begin,
+            busy=lambda: bool(self._runs or self._drain.busy or self._executor.runs),
+            trouble=self._teller.trouble,
+        )
+        self._drain = Drain(
+            self._storage, self.name, self._policies, self._teller.trouble, self._settled, self._drained
+        )
+        self.adopt()
+        self._executor.attach(self._fleet, Listener(self._ended, self._stuck, self._reported, feed.changed))
+        return feed
 
     async def __aexit__(self, *exc: object) -> None:
         assert self._main is not None
@@ -152,13 +154,15 @@ class Worker:
             await asyncio.wait([self._main])
 
     def stop(self, *, quick: bool = False) -> None:
-        """Stop serving. `quick` gives runs no more time."""
+        """Stop serving. `quick` gives runs hardly any more time."""
         self._stop_asked.set()
-        self._changed.set()
         if quick:
             self._quick.set()
+            self._ended_one.set()
+        if self._feed is not None:
+            self._feed.stop()
 
-    async def _serve(self) -> None:
+    async def _serve(self, feed: Feed) -> None:
         """Everything that goes on in this worker. Feed and drain end by themselves, so that nothing that was claimed or
         has ended is left lying."""
         log.info("worker %s serves %s", self.name, ", ".join(self.queues))
@@ -167,20 +171,16 @@ class Worker:
             beat.start()
         try:
             async with asyncio.TaskGroup() as tasks:
-                listening = [tasks.create_task(self._listen(topics)) for topics in self._topics()]
                 drain = tasks.create_task(self._drain.run())
-                telling = tasks.create_task(self._tell())
-                await self._feed(tasks)
-                for task in listening:
-                    task.cancel()
-                await self._let_runs_end()
+                telling = tasks.create_task(self._teller.run())
+                if self._stop_asked.is_set():
+                    feed.stop()
+                await feed.run()
+                self._stop_asked.set()
+                await self._let_runs_end(self._executor.runs, self._grace_s)
                 self._drain.end()
                 await drain
-                self._events.put_nowait(None)
-                await asyncio.wait([telling], timeout=GIVE_UP_S)
-                if not telling.done():
-                    log.error("worker %s gives up on a hook that does not end", self.name)
-                    telling.cancel()
+                await self._teller.end(telling, GIVE_UP_S)
         except Exception:
             log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
             raise
@@ -189,172 +189,115 @@ class Worker:
                 await beat.stop()
             log.info("worker %s has stopped", self.name)
 
-    # Feed
+    # Queues
 
-    async def _feed(self, tasks: asyncio.TaskGroup) -> None:
-        """Plan and claim, until stopped. Claims go on side by side: a queue that is slow holds up no other."""
-        loop = asyncio.get_running_loop()
-        look_at = NEVER if self._burst else loop.time() + LOOK_EVERY_S
-        claims: list[asyncio.Task[None]] = []
-        while not self._stop_asked.is_set():
-            self._changed.clear()
-            if loop.time() >= look_at:
-                look_at = loop.time() + LOOK_EVERY_S
-                if not self._looking:
-                    self._looking = True
-                    tasks.create_task(self._look_around())
-            now = loop.time()
-            new = [tasks.create_task(self._claim(order)) for order in self._fleet.plan(now)]
-            claims = [claim for claim in claims if not claim.done()] + new
-            if self._burst and self._is_idle(now):
-                return
-            await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
-        if claims:  # What a claim brings now is given back. One that has no answer by then never began, or expires.
-            await asyncio.wait(claims, timeout=GIVE_UP_S)
-        for claim in claims:
-            claim.cancel()
+    def adopt(self) -> None:
+        """Serve what the executor runs now, on its terms: at the start, and after code was loaded anew."""
+        before = set(self._terms)
+        self._terms = {terms.queue: terms for terms in self._executor.terms}
+        chosen = choose(self._terms, self._patterns)
+        gone = (before & set(self._fleet.queues)) - set(chosen)
+        new = [queue for queue in chosen if queue not in before]
+        self._serve_these([*new, *(queue for queue in chosen if self._fleet.serves(queue))])
+        for queue in gone:
+            self._fleet.leave(queue)
 
-    async def _look_around(self) -> None:
-        """Once a second, one look at the queues of which nothing was heard, because a hint may be lost; and at those
-        that others are held back for, because their work may be gone."""
-        now = asyncio.get_running_loop().time()
-        asleep, crowded = self._fleet.asleep(now), self._fleet.crowded(now)
-        try:
-            for queues in batches([*asleep, *crowded], lambda queue: 0):
-                ready = set(await self._storage.ready(queues))
-                for queue in queues:
-                    if queue in ready:
-                        self._fleet.wake(queue)
-                    elif queue in crowded:
-                        self._fleet.sleep(queue)
-        except Exception as error:
-            self._trouble(error, f"worker {self.name} could not look for work")
-        self._looking = False
-        self._changed.set()
+    def serve(self, queues: str | Iterable[str]) -> list[str]:
+        """Begin to serve these queues as well, by name or pattern. What is served then."""
+        self._serve_these(choose(self._terms, queues))
+        return self.queues
 
-    async def _claim(self, order: Order) -> None:
-        loop = asyncio.get_running_loop()
-        sent_at = loop.time()
-        try:
-            claim = await self._storage.claim(order.queue, order.limit, worker=self.name, lease_ms=self._lease_ms)
-        except Exception as error:
-            pause = self._rng.uniform(0.5, 1) * LOOK_EVERY_S
-            self._fleet.claimed(order.queue, order.limit, 0, loop.time() + pause)
-            self._trouble(error, f"worker {self.name} could not claim from {order.queue}")
-        else:
-            self._fleet.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
-            for job in claim.jobs:
-                self._begin(self._handlers[order.queue], job, sent_at)
-        self._changed.set()
+    async def stop_serving(self, queues: str | Iterable[str], *, grace: float | None = None) -> None:
+        """Claim nothing more from these queues. Their runs may finish within `grace` seconds, the worker's own unless
+        given; the rest is stopped and goes back uncounted. Returns when they are over."""
+        names = set(choose(self._terms, queues))
+        for queue in names:
+            self._fleet.leave(queue)
+        runs = [run for run in self._executor.runs if run.queue in names]
+        await self._let_runs_end(runs, self._grace_s if grace is None else grace)
 
-    def _claim_at(self, claim: Claim) -> float:
-        """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
-        now = asyncio.get_running_loop().time()
-        at = NEVER if claim.look_at is None else now + (claim.look_at - claim.now) / 1e6
-        return NEVER if self._burst and at > now else at
-
-    def _begin(self, handler: Handler, job: Job, sent_at: float) -> None:
-        refused = Release(job.id, fence_of(job)) if self._stop_asked.is_set() else admit(job, handler.policy)
-        if refused is not None:
-            self._drain.put(handler.queue, Outcome(job, refused))
-            return
-        run = Run(handler, job, sent_at)
-        self._runs[run.key] = run
-        self._fleet.started(handler.queue)
-        self._executor.start(run)
-        if self._on_event:
-            started = RunEvent(kind=Kind.CLAIMED, queue=handler.queue, id=job.id, attempt=job.attempts)
-            self._events.put_nowait(started)
-
-    def _is_idle(self, now: float) -> bool:
-        """Nothing runs, nothing is to be settled, and every queue said that it has nothing."""
-        if self._fleet.next_claim_at(now) != NEVER:
-            return False
-        return not (self._runs or self._drain.busy or self._fleet.runs or self._fleet.claiming)
-
-    async def _until_changed(self, seconds: float) -> None:
-        """Until something happens: a hint, a run that ended, a stop."""
-        try:
-            async with asyncio.timeout(min(max(seconds, 0.0), LOOK_EVERY_S)):
-                await self._changed.wait()
-        except TimeoutError:
-            pass  # Time to look.
-
-    def _topics(self) -> Iterator[list[Topic]]:
-        return batches([Topic(queue, "wake") for queue in self.queues], lambda topic: 0)
-
-    async def _listen(self, topics: list[Topic]) -> None:
-        pause = TRY_AGAIN_S[0]
-        while True:
-            try:
-                async with self._storage.subscribe(*topics) as events:
-                    pause = TRY_AGAIN_S[0]
-                    for topic in topics:  # What came before we listened was heard by nobody.
-                        self._fleet.wake(topic.queue)
-                    self._changed.set()
-                    async for event in events:
-                        self._fleet.wake(event.queue)
-                        self._changed.set()
-            except Exception as error:
-                log.info("worker %s does not hear of new jobs (%s), it looks once a second", self.name, error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, TRY_AGAIN_S[1])
+    def _serve_these(self, queues: Iterable[str]) -> None:
+        for queue in queues:
+            terms = self._terms[queue]
+            self._policies[queue] = terms.policy
+            self._fleet.serve(Served(queue, terms.size, terms.concurrency, terms.queue_priority))
+            self._fleet.wake(queue)
+        if self._feed is not None:
+            self._feed.hear(self._fleet.queues)
 
     # Runs
 
+    def _begin(self, queue: str, job: Job, sent_at: float) -> None:
+        terms = self._terms.get(queue)
+        if terms is None or self._stop_asked.is_set() or not self._fleet.serves(queue):
+            self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
+            return
+        refused = admit(job, terms.policy)
+        if refused is not None:
+            self._drain.put(queue, Outcome(job, refused))
+            return
+        run = Run(terms, job, sent_at)
+        self._runs[run.key] = run
+        self._executor.start(run)
+        self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
+
     def _ended(self, run: Run, ended: Ended) -> None:
-        self._fleet.ended(run.handler.queue, given_up=run.given_up)
-        self._changed.set()
+        self._ended_one.set()
+        self._changed()
         if run.held:
             self._judge(run, ended)
 
     def _stuck(self, run: Run) -> None:
         """A run that was stopped does not end, and cannot be killed here. Its job goes on elsewhere, unless it must not
         overlap with itself: then it is held for as long as it lasts."""
-        why = run.current.stopping
-        held = run.handler.policy.exclusive or why in ("cancel", "lease_lost")
+        why = run.stopping
+        held = run.terms.policy.exclusive or why in ("cancel", "lease_lost")
         log.warning(
             "job %r of %s does not stop (%s): %s",
-            *(run.job.id, run.handler.queue, why),
+            *(run.job.id, run.queue, why),
             "it keeps its lease until it ends" if held else "it is given up, and may overlap with its next run",
         )
-        run.given_up = True
-        self._fleet.gave_up(run.handler.queue)
         if run.held and not held:
             self._judge(run, TimedOut(timed_out()) if why == "timeout" else Stopped("shutdown"))
 
     def _judge(self, run: Run, ended: Ended) -> None:
         run.held = False
+        policy = run.terms.policy
         try:
-            settlement = verdict(run.job, ended, run.handler.policy, self._rng)
+            settlement = verdict(run.job, ended, policy, self._rng)
         except Exception as error:
-            settlement = verdict(run.job, Raised(as_data(error, "permanent")), run.handler.policy, self._rng)
-        self._drain.put(run.handler.queue, Outcome(run.job, settlement, run))
+            settlement = verdict(run.job, Raised(as_data(error, "permanent")), policy, self._rng)
+        self._drain.put(run.queue, Outcome(run.job, settlement, run))
 
     def _reported(self) -> None:
         if self._beat is not None:
             self._beat.nudge()
 
-    async def _let_runs_end(self) -> None:
+    async def _let_runs_end(self, runs: Sequence[Run], grace_s: float) -> None:
         """Give runs their grace, then stop them, then give them the time that each has to stop."""
-        await self._runs_end_within(self._grace_s, unless=self._quick)
-        left = self._executor.runs
-        for run in left:
-            self._executor.stop(run, "shutdown")
-        longest_s = max((run.handler.policy.cancel_grace_ms / 1000 for run in left), default=0.0)
-        await self._runs_end_within(longest_s + 0.1)
-        for run in self._executor.runs:
-            if run.held and not run.handler.policy.exclusive:
+        await self._over_within(runs, grace_s, unless=self._quick)
+        for run in runs:
+            self._executor.stop(run, "shutdown", grace_s=QUICK_S if self._quick.is_set() else None)
+        longest_s = max((run.terms.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
+        await self._over_within(runs, longest_s + self._executor.gone_s + 0.1)
+        for run in runs:
+            if run.done or not run.held:
+                continue
+            if run.terms.policy.exclusive:
+                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.queue)
+            else:
                 self._judge(run, Stopped("shutdown"))
-            elif run.held:
-                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.handler.queue)
 
-    async def _runs_end_within(self, seconds: float, unless: asyncio.Event | None = None) -> None:
+    async def _over_within(self, runs: Sequence[Run], seconds: float, unless: asyncio.Event | None = None) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self._executor.runs and loop.time() < deadline and not (unless and unless.is_set()):
-            self._changed.clear()
-            await self._until_changed(deadline - loop.time())
+        try:
+            async with asyncio.timeout_at(deadline):
+                while not all(run.done for run in runs) and not (unless and unless.is_set()):
+                    self._ended_one.clear()
+                    await self._ended_one.wait()
+        except TimeoutError:
+            pass  # That was their time.
 
     # Beat
 
@@ -363,12 +306,13 @@ class Worker:
             self._storage.twin,
             worker=self.name,
             lease_ms=self._lease_ms,
+            gone_s=self._executor.gone_s,
             held=lambda: list(self._runs.values()),
             facts=self._facts,
             full=self._fleet.full,
             lost=self._lost,
             cancel=lambda run: self._executor.stop(run, "cancel"),
-            kill=lambda run: self._executor.stop(run, "lease_lost"),
+            kill=lambda run, by: self._executor.stop(run, "lease_lost", kill_at=by),
             evict=self._evicted,
             trouble=self._beat_trouble,
         )
@@ -378,7 +322,7 @@ class Worker:
         """The lease is not ours any more: the run is stopped, and whatever it gives is of no use."""
         if run.done or run.key not in self._runs:
             return
-        log.warning("worker %s lost its lease of job %r in %s", self.name, run.job.id, run.handler.queue)
+        log.warning("worker %s lost its lease of job %r in %s", self.name, run.job.id, run.queue)
         run.held = False
         del self._runs[run.key]
         self._executor.stop(run, "lease_lost")
@@ -388,7 +332,8 @@ class Worker:
             "queues": self.queues[:1000],
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "executor": "inline",
+            "version": VERSION,
+            "executor": self._executor.name,
             "capacity": self._fleet.capacity,
             "used": self._fleet.used,
             "running": self._fleet.runs,
@@ -407,35 +352,65 @@ class Worker:
     def _settled(self, queue: str, outcomes: Sequence[tuple[Outcome, Settled | None]]) -> None:
         """Let the leases go."""
         now = asyncio.get_running_loop().time()
+        told = bool(self._teller.hooks) or jobs_log.isEnabledFor(logging.INFO)
         for outcome, reply in outcomes:
             run = outcome.run
             if run is not None:
                 self._runs.pop(run.key, None)
             if reply is Settled.LOST:
                 log.warning("job %r of %s is another's: what this run gave is refused", outcome.job.id, queue)
-            elif reply is Settled.OK and self._on_event:
-                self._events.put_nowait(_event_of(queue, outcome, now - run.started_at if run else 0.0))
+            elif reply is Settled.OK and told:
+                started_at = None if run is None else run.started_at
+                event = _event_of(queue, outcome, 0.0 if started_at is None else now - started_at)
+                self._teller.event(event)
+                self._log(event)
+
+    def _log(self, event: RunEvent) -> None:
+        said = "" if event.error is None else f": {event.error.type}: {event.error.message}"[:300]
+        jobs_log.log(
+            logging.WARNING if event.kind in (Kind.FAILED, Kind.STALLED, Kind.TIMED_OUT) else logging.INFO,
+            "%s %s of %s, attempt %d, %.3f s%s",
+            *(event.kind, event.id, event.queue, event.attempt, event.seconds, said),
+            extra={
+                "facts": {
+                    "event": event.kind,
+                    "queue": event.queue,
+                    "id": event.id,
+                    "attempt": event.attempt,
+                    "seconds": round(event.seconds, 6),
+                    "worker": self.name,
+                    **({} if event.error is None else {"error": event.error.type, "kind": event.error.kind}),
+                }
+            },
+        )
 
     def _drained(self) -> None:
         if self._burst:  # What was left behind may be ready, and hints may come late.
             for queue in self.queues:
                 self._fleet.wake(queue)
-            self._changed.set()
+        self._changed()
 
-    def _trouble(self, error: Exception, where: str) -> None:
-        self._events.put_nowait((error, where))
+    def _changed(self) -> None:
+        if self._feed is not None:
+            self._feed.changed()
 
-    async def _tell(self) -> None:
-        """Events to their hooks, in order, apart from feed and drain: a slow hook holds nothing up."""
-        while (event := await self._events.get()) is not None:
-            if isinstance(event, tuple):
-                await self._around.trouble(*event)
-                continue
-            for hook in self._on_event:
-                try:
-                    await awaited(hook(event))
-                except (Exception, SystemExit) as error:
-                    await self._around.trouble(error, f"on_event, for {event.kind} of job {event.id!r:.80}")
+
+def default_worker_name() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str]:
+    """The queues that are meant by names or patterns; a task's fail handler goes with it."""
+    names = list(known)
+    tasks = [name for name in names if not name.endswith(FAILED_SUFFIX)]
+    if not tasks:
+        raise OptionError("this app has no tasks: import the modules that define them before the worker starts")
+    patterns = ["*"] if queues is None else [queues] if isinstance(queues, str) else list(queues)
+    for pattern in patterns:
+        if not fnmatch.filter(tasks, pattern):
+            raise OptionError(f"no task is named like {pattern!r:.80}: there are {', '.join(tasks)}")
+    chosen = {name for name in tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    return [name for name in names if name.removesuffix(FAILED_SUFFIX) in chosen]
 
 
 def _event_of(queue: str, outcome: Outcome, seconds: float) -> RunEvent:
@@ -447,7 +422,7 @@ def _event_of(queue: str, outcome: Outcome, seconds: float) -> RunEvent:
         case Fail(error=error):
             kind = Kind.FAILED
         case Retry(error=error, counts=counts):
-            kind = Kind.TIMED_OUT if counts == "timeouts" else Kind.RETRIED
+            kind = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}[counts]
         case Release():
             pass
     return RunEvent(

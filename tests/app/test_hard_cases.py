@@ -391,7 +391,7 @@ def test_the_backoff_that_is_not_given_gives_way_to_the_one_that_is(
     app = Holdfast("memory://")
     app.task(name="t", **options)(nothing)
     (handler,) = app._served("t")
-    assert (handler.policy.min_backoff_ms, handler.policy.max_backoff_ms) == (least_ms, most_ms)
+    assert (handler.terms.policy.min_backoff_ms, handler.terms.policy.max_backoff_ms) == (least_ms, most_ms)
 
 
 def nothing() -> None: ...

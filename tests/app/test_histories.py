@@ -35,6 +35,7 @@ from holdfast import (
     WaitTimeout,
     current_job,
 )
+from holdfast.inline import Inline
 from holdfast.lease import Lease
 from holdfast.queue import Queue
 from holdfast.task import Handle
@@ -404,14 +405,15 @@ class Stage:
         """As far as a process can do this to a part of itself: its tasks and runs end where they are, unsettled."""
         worker = self.workers.pop(0)
         self._history.note(f"{worker.name} crashes")
-        main, runs = worker._main, worker._executor.runs
+        main, executor = worker._main, worker._executor
         assert main is not None
+        assert isinstance(executor, Inline)
+        going = list(executor.runner._going.values())
         main.cancel()
         for _ in range(4):  # First those who would settle, then those who have something to be settled.
             await asyncio.sleep(0)
-        for run in runs:
-            assert run.task is not None
-            run.task.cancel()
+        for task, _ in going:
+            task.cancel()
         await asyncio.wait([main])
         await worker._stack.aclose()
 

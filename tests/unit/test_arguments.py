@@ -20,6 +20,7 @@ from holdfast.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast.codec import Codecs
 from holdfast.errors import OptionError, PayloadRejected
 from holdfast.execution import Handler
+from holdfast.fleet import Terms
 from holdfast.policy import TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
@@ -297,14 +298,14 @@ def returns_two_dataclasses() -> Report | Other: ...
 
 @pytest.mark.parametrize("function", [unfindable, two_dataclasses, unpacked, returns_two_dataclasses])
 def test_a_worker_refuses_annotations_that_cannot_be_read_before_it_takes_jobs(function: Callable[..., Any]) -> None:
-    handler = Handler("reports.make", Arguments("reports.make", function), TASK, CODECS, "json")
+    handler = Handler(Terms(queue="reports.make", policy=TASK), Arguments("reports.make", function), CODECS, "json")
     with pytest.raises(OptionError, match=r"reports\.make"):
         handler.check()
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, typed, raw, raw_too, whole, later, anything])
 def test_a_worker_accepts_annotations_that_can_be_read(function: Callable[..., Any]) -> None:
-    Handler("f", Arguments("f", function), TASK, CODECS, "json").check()
+    Handler(Terms(queue="f", policy=TASK), Arguments("f", function), CODECS, "json").check()
 
 
 # Ids

@@ -1,0 +1,204 @@
+"""`holdfast worker`: a worker as a program of its own, with child processes or inline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import click
+
+from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
+from holdfast.connection import Address
+from holdfast.frames import Logs
+from holdfast.logs import FORMATS, set_up
+from holdfast.pool import Pool
+from holdfast.storage import Storage, connect
+from holdfast.storage.checks import check_worker
+from holdfast.targets import load, split
+from holdfast.worker import Worker, default_worker_name
+
+log = logging.getLogger("holdfast.worker")
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes: 200M, 1.5G."""
+
+    name = "SIZE"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        told = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        if told is None:
+            self.fail(f"{value!r} is no size: write 200M or 1.5G", param, ctx)
+        return int(float(told[1]) * 1024 ** " KMGT".index(told[2].upper() or " "))
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:APP")
+@click.option("--queues", multiple=True, metavar="PATTERN", help="Serve these only: a name or 'reports.*'. Repeatable.")
+@click.option(
+    "--processes", type=click.IntRange(1, MAX_PROCESSES), help="Child processes.  [default: one for each CPU]"
+)
+@click.option("--inline", is_flag=True, help="Run jobs in this process: less memory, but a hung job cannot be killed.")
+@click.option("--concurrency", type=click.IntRange(1), help="At most so many jobs at one time, in all.")
+@click.option("--name", help="The worker's name.  [default: host, process and a random part]")
+@click.option(
+    "--lease",
+    type=click.FloatRange(MIN_LEASE_MS / 1000, MAX_LEASE_MS / 1000),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a dead worker's jobs stay with it.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(0),
+    default=25.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long jobs may go on when the worker is stopped.",
+)
+@click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after so many jobs.")
+@click.option("--max-memory", type=Size(), help="Replace a child that has more in memory: 500M.")
+@click.option("--burst", is_flag=True, help="End when nothing is ready any more.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
+    default="info",
+    show_default=True,
+    help="info has a line for every job.",
+)
+def worker(
+    target: str,
+    *,
+    queues: tuple[str, ...],
+    processes: int | None,
+    inline: bool,
+    concurrency: int | None,
+    name: str | None,
+    lease: float,
+    grace: float,
+    max_jobs: int | None,
+    max_memory: int | None,
+    burst: bool,
+    log_format: str,
+    log_level: str,
+) -> None:
+    """Run the jobs of an app, in child processes.
+
+    MODULE:APP is where the app is: shop.tasks:app for the `app` in shop/tasks.py.
+
+    \b
+    Examples:
+      holdfast worker shop.tasks:app
+      holdfast worker shop.tasks:app --queues 'reports.*' --processes 4
+      holdfast worker shop.tasks:app --inline --burst
+
+    \b
+    Signals:
+      TERM, INT   stop: jobs may finish within --grace, the rest goes back
+                  to its queue, uncounted. A second one is quick.
+      HUP         load the code anew, one child after the other.
+
+    \b
+    Exit status:
+      0  stopped as asked, evicted, or the burst is over
+      1  it could not start, or broke down
+      2  wrong use of the command line
+    """
+    if inline and (processes or max_jobs or max_memory):
+        raise click.UsageError("--inline has no child processes: leave --processes, --max-jobs and --max-memory out")
+    split(target)
+    name = name or default_worker_name()
+    check_worker(name)
+    logs = Logs(log_format, log_level)
+    set_up(logs)
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    patterns = list(queues) or None
+    if inline:
+        app = load(target, Holdfast)
+        made = app.worker(patterns, concurrency=concurrency, name=name, lease=lease, grace=grace, burst=burst)
+        asyncio.run(_serve(made, None))
+        return
+    pool = Pool(
+        target,
+        sys.path,
+        processes=processes or os.cpu_count() or 1,
+        worker=name,
+        max_jobs=max_jobs,
+        max_memory=max_memory,
+        logs=logs,
+        tells=True,
+    )
+
+    async def main() -> None:
+        made = Worker(
+            pool,
+            lambda: _storage_of(pool),
+            queues=patterns,
+            trouble=pool.trouble,
+            name=name,
+            lease_ms=round(1000 * lease),
+            grace_s=grace,
+            concurrency=concurrency,
+            burst=burst,
+        )
+        await _serve(made, pool)
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
+    """The storage that the app says it has: this process imports nothing of the user's."""
+    said = pool.hello
+    Address(said.url, said.namespace, said.max_payload).check_shared()
+    assert said.url is not None
+    async with connect(said.url, namespace=said.namespace, max_payload=said.max_payload) as storage:
+        yield storage
+
+
+async def _serve(made: Worker, pool: Pool | None) -> None:
+    """Run a worker until it ends, and do what signals say."""
+    loop = asyncio.get_running_loop()
+    asked = 0
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal asked
+        asked += 1
+        log.info("%s: the worker stops%s", number.name, "" if asked == 1 else ", at once")
+        made.stop(quick=asked > 1)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    anew = asyncio.Event()
+    reloading: asyncio.Task[None] | None = None
+    if pool is not None:
+        loop.add_signal_handler(signal.SIGHUP, anew.set)
+        reloading = asyncio.create_task(_reload_when_told(made, pool, anew))
+    try:
+        await made.run()
+    finally:
+        if reloading is not None:
+            reloading.cancel()
+
+
+async def _reload_when_told(made: Worker, pool: Pool, anew: asyncio.Event) -> None:
+    while True:
+        await anew.wait()
+        anew.clear()
+        log.info("SIGHUP: the code is loaded anew")
+        if await pool.reload():
+            made.adopt()
+            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues))
+        else:
+            log.error("the code was not loaded anew: what runs goes on as before")

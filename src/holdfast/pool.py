@@ -1,0 +1,592 @@
+"""Runs in child processes, which can be killed: a handler may hang, crash or eat memory, and costs nobody else a job.
+
+A child that is to end is replaced first; it takes no more runs, and goes when those it has are over. One with a run
+that does not stop drains: until its healthy runs are over, or it does not answer, or `drain_grace` has passed. Then it
+is killed, and only when it is certainly dead is it said what became of its runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from holdfast.errors import HoldfastError, JobError
+from holdfast.execution import timed_out
+from holdfast.fleet import Fleet, Terms
+from holdfast.frames import (
+    Begin,
+    Broken,
+    Done,
+    FromChild,
+    Happened,
+    Hello,
+    Leave,
+    Link,
+    Logs,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Start,
+    Stop,
+    Trouble,
+    frame_limit,
+)
+from holdfast.policy import Crashed, Ended, Raised, Stopped, TimedOut, is_suspect
+from holdfast.processes import Process
+from holdfast.runs import Executor, Listener, OnEvent, Run, RunEvent, Why
+from holdfast.version import VERSION
+
+CAPACITY = 100
+"""Units of one child."""
+START_S = 60.0
+"""How long a child may take to import the app."""
+PING_EVERY_S = 0.25
+DEAF_S = 1.0
+"""A child that has not answered for so long is deaf: it gets nothing new, and while it drains it is killed."""
+PART_S = 10.0
+"""Half a frame is waited for this long."""
+LEAVE_S = 5.0
+"""How long a child may take to close what the app has opened."""
+EXIT_S = 0.1
+"""A child whose connection ended is about to exit, or a handler has closed it: this long we look which."""
+SPARE_IDLE_S = 10.0
+"""A spare child is kept this long for the next run that must be alone."""
+RESTART_S = (0.1, 5.0)
+"""After a child that could not start: the first pause, and the longest."""
+MAX_TOLD = 10_000
+"""Events that wait for a child that can take them; the oldest are dropped."""
+
+log = logging.getLogger("holdfast.worker")
+
+
+class CannotStart(HoldfastError):
+    """A child process could not load the app."""
+
+
+class Child:
+    """One child process, as its parent sees it."""
+
+    def __init__(self, number: int, process: Process, turned: Callable[[], None], *, spare: bool = False) -> None:
+        self.number = number
+        self.process = process
+        self.turned = turned
+        """Called when it is over."""
+        self.spare = spare
+        self.link: Link[FromChild]
+        self.hello: Hello | None = None
+        self.answered: Hello | Broken | None = None
+        self.runs: dict[int, Run] = {}
+        self.taken = 0
+        """Runs that it was given."""
+        self.worn = False
+        """It shall be replaced, and goes on until it is."""
+        self.draining = False
+        """It takes no more."""
+        self.doomed_at: float | None = None
+        """Since when it has had a run that does not stop."""
+        self.leaving_at: float | None = None
+        """When it was told to go."""
+        self.idle_since = 0.0
+        self.pinged_at: float | None = None
+        """When it was asked something that it has not answered."""
+        self.killed = False
+        """We ended it, and it is not its fault."""
+        self.over = asyncio.Event()
+        """It has ended, or has to."""
+        self.cause = ""
+
+    @property
+    def open(self) -> bool:
+        return self.hello is not None and not self.draining and not self.over.is_set()
+
+    def end(self, cause: str = "") -> None:
+        """It is over. The first cause counts."""
+        if not self.over.is_set():
+            self.cause = cause
+            self.over.set()
+            self.turned()
+
+
+class Pool(Executor):
+    """Child processes, started, fed, watched and replaced."""
+
+    name = "processes"
+    room_capacity = CAPACITY
+
+    def __init__(
+        self,
+        target: str,
+        path: Sequence[str],
+        *,
+        processes: int,
+        worker: str,
+        drain_grace_s: float = 10.0,
+        max_jobs: int | None = None,
+        max_memory: int | None = None,
+        logs: Logs | None = None,
+        tells: bool = False,
+    ) -> None:
+        """`tells`: the app's hooks are called in a child, because this process knows none of its code."""
+        super().__init__()
+        self._begin = Begin(VERSION, worker, target, list(path), logs)
+        self._processes = processes
+        self._drain_grace_s = drain_grace_s
+        self.gone_s = drain_grace_s + 2.0
+        self._tells = tells
+        self._max_jobs = max_jobs
+        self._max_memory = max_memory
+        self._children: dict[int, Child] = {}
+        self._numbers = itertools.count(1)
+        self._by_run: dict[Run, tuple[Child, int]] = {}
+        self._in_hand: deque[Run] = deque()
+        """Runs that wait for a room."""
+        self._told: deque[Happened | Trouble] = deque(maxlen=MAX_TOLD)
+        self._hello: Hello | None = None
+        self._attached = False
+        self._pause_s = RESTART_S[0]
+        self._restart_at = 0.0
+        self._reload: asyncio.Task[None] | None = None
+        self._turned = asyncio.Event()
+        """A child has opened, drains, or is gone."""
+        self._closing = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._tasks: asyncio.TaskGroup
+
+    # From start to end
+
+    async def open(self) -> None:
+        """Start the first child, and have it load the app."""
+        first: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._main = asyncio.create_task(self._supervise(first), name="holdfast pool")
+        try:
+            self._hello = await first
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Have every child leave, and kill those that do not."""
+        self._closing.set()
+        if self._main is not None:
+            await asyncio.shield(self._main)
+            self._main = None
+
+    @property
+    def hello(self) -> Hello:
+        """What the newest child has said of the app."""
+        assert self._hello is not None
+        return self._hello
+
+    @property
+    def terms(self) -> list[Terms]:
+        return [] if self._hello is None else self._hello.terms
+
+    @property
+    def pids(self) -> list[int]:
+        """The children that take runs."""
+        return [child.process.pid for child in self._children.values() if child.open]
+
+    async def _supervise(self, first: asyncio.Future[Hello]) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            self._spawn(first=first)
+            watching = self._tasks.create_task(self._watch())
+            await self._closing.wait()
+            watching.cancel()
+            for child in list(self._children.values()):
+                self._leave(child)
+            patience = self._tasks.create_task(self._kill_those_who_stay())
+            await self._until(lambda: not self._children)
+            patience.cancel()
+
+    async def _kill_those_who_stay(self) -> None:
+        await asyncio.sleep(LEAVE_S)
+        for child in list(self._children.values()):
+            log.warning("child %d does not leave: it is killed", child.process.pid)
+            self._end(child)
+
+    def _spawn(self, *, spare: bool = False, first: asyncio.Future[Hello] | None = None) -> None:
+        try:
+            process = Process("holdfast.child", self._begin.worker)
+        except OSError as error:
+            self._could_not_start(CannotStart(f"a child process could not be started: {error}"), first)
+            return
+        child = Child(next(self._numbers), process, self._turned.set, spare=spare)
+        child.link = Link(FromChild, partial(self._received, child), child.end, partial(self._unsendable, child))
+        self._children[child.number] = child
+        self._tasks.create_task(self._keep(child, first), name=f"holdfast child {process.pid}")
+
+    async def _keep(self, child: Child, first: asyncio.Future[Hello] | None) -> None:
+        """The life of a child: from its start to its certain death."""
+        try:
+            child.process.watch(child.end)
+            await child.link.connect(child.process.end)
+            child.link.send(self._begin)
+            hello = await self._greeted(child)
+            self._opened(child, hello)
+            if first is not None:
+                first.set_result(hello)
+            await child.over.wait()
+        except CannotStart as error:
+            child.killed = True
+            self._could_not_start(error, first)
+        finally:
+            how = await child.process.bury(0.0 if child.killed else EXIT_S)
+            child.link.close()
+            child.process.close()
+            self._buried(child, how)
+
+    async def _greeted(self, child: Child) -> Hello:
+        """What the child says of the app, once it has loaded it."""
+        try:
+            async with asyncio.timeout(START_S):
+                await self._until(lambda: child.answered is not None or child.over.is_set())
+        except TimeoutError:
+            child.end(f"it was not ready within {START_S:g} s")
+        match child.answered:
+            case Hello() as hello:
+                return hello
+            case Broken(message):
+                raise CannotStart(message)
+            case None:
+                why = child.cause or "it ended"
+                raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
+
+    def _could_not_start(self, error: CannotStart, first: asyncio.Future[Hello] | None) -> None:
+        if first is not None:
+            first.set_exception(error)
+        elif not self._closing.is_set():
+            log.error("a child process does not start, those that run go on: %s", error)
+            self._restart_at = asyncio.get_running_loop().time() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RESTART_S[1])
+            if self._reload is not None:
+                self._reload.cancel()
+
+    def _opened(self, child: Child, hello: Hello) -> None:
+        child.hello = hello
+        self._turned.set()
+        child.link.limit = frame_limit(hello.max_payload)
+        child.idle_since = asyncio.get_running_loop().time()
+        self._pause_s = RESTART_S[0]
+        log.info("child %d is ready%s", child.process.pid, ", for suspects" if child.spare else "")
+        if self._attached:
+            self._take_in(child)
+            if not child.spare:
+                self._retire_one_that_is_worn()
+            self._flush_told()
+            self._place_those_in_hand()
+            self._to.changed()
+
+    def _take_in(self, child: Child) -> None:
+        self._fleet.open(child.number, spare=child.spare)
+
+    def attach(self, fleet: Fleet, to: Listener) -> None:
+        super().attach(fleet, to)
+        self._attached = True
+        for child in self._children.values():
+            if child.open:
+                self._take_in(child)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Have as many children as there shall be. One that is worn counts as gone: its successor comes first."""
+        if self._closing.is_set() or not self._attached:
+            return
+        there = sum(not (c.spare or c.worn or c.draining or c.over.is_set()) for c in self._children.values())
+        if asyncio.get_running_loop().time() >= self._restart_at:
+            for _ in range(self._processes - there):
+                self._spawn()
+
+    def _retire_one_that_is_worn(self) -> None:
+        there = sum(child.open and not child.spare for child in self._children.values())
+        for child in self._children.values():
+            if child.worn and child.open and there > self._processes:
+                self._drain(child)
+                return
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Until something is so of the children."""
+        while not true():
+            self._turned.clear()
+            await self._turned.wait()
+
+    # What happens to a child
+
+    def _wear_out(self, child: Child, why: str) -> None:
+        if child.open and not child.worn:
+            log.info("child %d is replaced: %s", child.process.pid, why)
+            child.worn = True
+            self._fill()
+
+    def _drain(self, child: Child) -> None:
+        """It takes no more, and goes when its runs are over."""
+        if not child.draining:
+            child.draining = True
+            self._turned.set()
+            if self._attached and child.hello is not None:
+                self._fleet.shut(child.number)
+            self._fill()
+        self._see_to(child)
+
+    def _doom(self, child: Child) -> None:
+        """One of its runs does not stop: it is replaced at once, and killed when that costs least."""
+        if child.doomed_at is None:
+            child.doomed_at = asyncio.get_running_loop().time()
+            log.warning("child %d has a run that does not stop: it is replaced", child.process.pid)
+        self._drain(child)
+
+    def _see_to(self, child: Child) -> None:
+        """A child that drains: is it time for it to go?"""
+        if child.over.is_set() or not child.draining:
+            return
+        now = asyncio.get_running_loop().time()
+        if not child.runs:
+            self._leave(child)
+        elif child.doomed_at is not None:
+            healthy = any(not run.overdue for run in child.runs.values())
+            if not healthy or self._is_deaf(child, now) or now >= child.doomed_at + self._drain_grace_s:
+                self._end(child)
+        if child.leaving_at is not None and now >= child.leaving_at + LEAVE_S:
+            log.warning("child %d does not leave: it is killed", child.process.pid)
+            self._end(child)
+
+    def _leave(self, child: Child) -> None:
+        if child.leaving_at is None:
+            child.draining = True
+            child.leaving_at = asyncio.get_running_loop().time()
+            if child.hello is None:
+                self._end(child)
+            else:
+                child.link.send(Leave())
+
+    def _end(self, child: Child) -> None:
+        """Kill it. Its runs are told when it is dead."""
+        child.killed = True
+        child.end()
+
+    def _buried(self, child: Child, how: str | None) -> None:
+        """It is certainly dead. `how` it died by itself says more than what we heard of it."""
+        why = how or child.cause
+        del self._children[child.number]
+        self._turned.set()
+        crashed = not child.killed and child.leaving_at is None
+        if crashed or (child.runs and not child.killed):
+            log.error("child %d has died with %d runs: %s", child.process.pid, len(child.runs), why)
+        error = JobError(type="Crashed", kind="stall", message=f"its process died: {why}")
+        for run in list(child.runs.values()):
+            del self._by_run[run]
+            self._finish(run, _what_became_of(run, error, killed=child.killed))
+        if self._attached and child.hello is not None:
+            self._fleet.drop(child.number)
+            self._fill()
+            self._place_those_in_hand()
+            self._to.changed()
+
+    def _is_deaf(self, child: Child, now: float) -> bool:
+        return child.pinged_at is not None and now >= child.pinged_at + DEAF_S
+
+    async def _watch(self) -> None:
+        """Ask the children whether they are there, and see to those that shall go."""
+        while True:
+            await asyncio.sleep(PING_EVERY_S)
+            now = asyncio.get_running_loop().time()
+            for child in list(self._children.values()):
+                if child.hello is None or child.over.is_set():
+                    continue
+                if child.link.part_since is not None and now >= child.link.part_since + PART_S:
+                    child.end("it sent half a frame, and no more")
+                    continue
+                if child.open and self._attached:
+                    self._fleet.hears(child.number, not self._is_deaf(child, now))
+                if child.pinged_at is None and (child.runs or child.draining):
+                    child.pinged_at = now
+                    child.link.send(Ping())
+                self._see_to(child)
+                if child.spare and not child.runs and now >= child.idle_since + SPARE_IDLE_S:
+                    self._drain(child)
+            self._fill()
+            self._place_those_in_hand()
+
+    # What a child says
+
+    def _received(self, child: Child, messages: list[FromChild]) -> None:
+        ended = False
+        for message in messages:
+            match message:
+                case Done(number, outcome):
+                    ended = self._over(child, number, outcome) or ended
+                case Refused(number):
+                    ended = self._over(child, number, Stopped("shutdown")) or ended
+                case Progress(number, progress):
+                    run = child.runs.get(number)
+                    if run is not None:
+                        run.progress = progress
+                        self._to.reported()
+                case Pong(memory):
+                    child.pinged_at = None
+                    self._flush_told()
+                    if self._max_memory is not None and memory > self._max_memory:
+                        self._wear_out(child, f"it has {memory >> 20} MiB in memory")
+                case Hello() | Broken():
+                    child.answered = child.answered or message
+                    self._turned.set()
+        if ended:
+            if not child.runs:
+                child.idle_since = asyncio.get_running_loop().time()
+            self._see_to(child)
+            self._place_those_in_hand()
+            self._to.changed()
+
+    def _over(self, child: Child, number: int, ended: Ended) -> bool:
+        run = child.runs.pop(number, None)
+        if run is None:  # It is no run of this child's: a process in which a handler ran may say anything.
+            return False
+        del self._by_run[run]
+        self._finish(run, ended)
+        return True
+
+    def _unsendable(self, child: Child, message: object, error: Exception) -> None:
+        """A job does not fit through: it would not do so a second time."""
+        if isinstance(message, Start):
+            refused = JobError(type="PayloadRejected", kind="permanent", message=f"it cannot reach a child: {error}")
+            self._over(child, message.number, Raised(refused))
+
+    # Runs
+
+    @property
+    def runs(self) -> list[Run]:
+        return [*self._runs, *self._in_hand]
+
+    def start(self, run: Run) -> None:
+        if not self._place(run):
+            self._in_hand.append(run)
+            self._fleet.take_in_hand(run.queue)
+            self._start_spares()
+
+    def _place(self, run: Run) -> bool:
+        alone = is_suspect(run.job, run.terms.policy)
+        room = self._fleet.find_room(run.queue, alone=alone)
+        if room is None:
+            return False
+        child = self._children[room]
+        child.taken += 1
+        child.runs[child.taken] = run
+        self._by_run[run] = (child, child.taken)
+        self._began(run, room, alone=alone)
+        child.link.send(Start(child.taken, run.queue, run.job))
+        if self._max_jobs is not None and child.taken >= self._max_jobs:
+            self._wear_out(child, f"it was given {child.taken} jobs")
+        return True
+
+    def _place_those_in_hand(self) -> None:
+        for run in list(self._in_hand):
+            if self._place(run):
+                self._in_hand.remove(run)
+                self._fleet.out_of_hand(run.queue)
+        self._start_spares()
+
+    def _start_spares(self) -> None:
+        """A run that must be alone gets a child of its own, if none is empty. There are never more spare ones than
+        others."""
+        suspects = sum(is_suspect(run.job, run.terms.policy) for run in self._in_hand)
+        spares = [child for child in self._children.values() if child.spare and not child.draining]
+        coming = sum(child.hello is None for child in spares)
+        late = asyncio.get_running_loop().time() < self._restart_at
+        if not (late or self._closing.is_set()):
+            for _ in range(min(suspects - coming, self._processes - len(spares))):
+                self._spawn(spare=True)
+
+    def _ask(self, run: Run, why: Why) -> None:
+        if run in self._by_run:
+            child, number = self._by_run[run]
+            child.link.send(Stop(number, why))
+        else:
+            self._in_hand.remove(run)
+            self._fleet.out_of_hand(run.queue)
+            self._finish(run, Stopped("shutdown" if why == "timeout" else why))
+
+    def _past_its_grace(self, run: Run) -> None:
+        child, _ = self._by_run[run]
+        if run.stopping == "lease_lost" and run.terms.policy.exclusive:
+            self._kill(run)  # Another may run already. Every moment counts.
+        else:
+            self._doom(child)
+
+    def _kill(self, run: Run) -> None:
+        if run in self._by_run:
+            child, _ = self._by_run[run]
+            self._drain(child)
+            self._end(child)
+
+    # What is told to the app
+
+    @property
+    def hooks(self) -> list[OnEvent]:
+        return [self._tell] if self._tells and self.hello.hooks else []
+
+    def _tell(self, event: RunEvent) -> None:
+        """An event for the app's own hooks, which are where its code is."""
+        self._told.append(Happened(event))
+        self._flush_told()
+
+    async def trouble(self, error: BaseException, where: str) -> None:
+        """Trouble for the app's own hooks, or for the log."""
+        if self.hello.error_hooks:
+            self._told.append(Trouble(type(error).__name__, str(error), where))
+            self._flush_told()
+        else:
+            log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
+
+    def _flush_told(self) -> None:
+        for child in self._children.values():
+            if child.open and not child.spare and child.pinged_at is None:
+                while self._told:
+                    child.link.send(self._told.popleft())
+                return
+
+    # New code
+
+    async def reload(self) -> bool:
+        """Replace every child by one that loads the code anew, one after the other. False if that does not start: then
+        those that run go on."""
+        if self._reload is not None:
+            return False
+        old = [child for child in self._children.values() if not child.spare and not child.worn]
+        self._reload = self._tasks.create_task(self._roll(old))
+        await asyncio.wait([self._reload])
+        ok = not self._reload.cancelled()
+        self._reload = None
+        if not ok:
+            for child in old:
+                child.worn = False
+        return ok
+
+    async def _roll(self, old: list[Child]) -> None:
+        for child in old:
+            await self._until(partial(_has_begun, child))  # It may have read the old code.
+            self._wear_out(child, "the code is loaded anew")
+            await self._until(partial(_takes_no_more, child))
+        newest = [child.hello for child in self._children.values() if child.open and not child.spare]
+        if newest and newest[-1] is not None:
+            self._hello = newest[-1]
+
+
+def _has_begun(child: Child) -> bool:
+    return child.hello is not None or child.over.is_set()
+
+
+def _takes_no_more(child: Child) -> bool:
+    return not child.open
+
+
+def _what_became_of(run: Run, error: JobError, *, killed: bool) -> Ended:
+    """What a run ended in whose process is dead: it was told to stop, or a neighbour was why, or nobody knows."""
+    if run.stopping == "timeout":
+        return TimedOut(timed_out())
+    if run.stopping is not None:
+        return Stopped(run.stopping)
+    return Stopped("neighbour") if killed else Crashed(error)

@@ -1,0 +1,223 @@
+"""Workers as real processes, on SQLite and on Valkey. Every test ends with a clean audit and no process left over.
+
+A task module is a file beside the tests that begins with `from tests.worker.scene import make_app, note`; only workers
+import it. A test asks for jobs through `app.queue(name)`, as a program without the code does, and reads what handlers
+noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast
+from tests.app.conftest import Place, until
+from tests.worker.scene import NAMESPACE, NOTES
+
+__all__ = ["Scene", "WorkerProcess", "until"]
+
+STORAGES = ["sqlite", "valkey"]
+ROOT = Path(__file__).parents[2]
+MARK = "HOLDFAST_TEST_MARK"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
+        marker = metafunc.definition.get_closest_marker("storages")
+        only: tuple[str, ...] = marker.args if marker else tuple(STORAGES)
+        names = [name for name in STORAGES if name in wanted and name in only]
+        metafunc.parametrize("place", names, indirect=True)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = Place(request.param, tmp_path)
+    yield place
+    assert place.clear() == []
+
+
+class WorkerProcess:
+    """`holdfast worker …`, running."""
+
+    def __init__(
+        self, scene: Scene, target: str, *options: str, url: str | None = None, cwd: Path | None = None
+    ) -> None:
+        self.log = scene.folder / f"worker-{len(scene.workers)}.log"
+        self._out = self.log.open("wb")
+        environment = {**os.environ, **scene.environment, **({"HOLDFAST_URL": url} if url else {})}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", "worker", target, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._out,
+            env=environment,
+            cwd=cwd or ROOT,
+        )
+        self.pid = self.process.pid
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    async def ready(self, children: int = 1, seconds: float = 20.0) -> None:
+        """Until it serves, and so many children are there."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.text()
+            text = self.text()
+            return " serves " in text and text.count(" is ready") >= children
+
+        await until(is_ready, seconds)
+
+    async def exited(self, seconds: float = 15.0) -> int:
+        """Its exit status, once it has one."""
+        await until(lambda: self.process.poll() is not None, seconds)
+        status = self.process.returncode
+        assert status is not None
+        return status
+
+    async def stop(self, seconds: float = 15.0) -> int:
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return await self.exited(seconds)
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def children(self) -> list[int]:
+        """Its child processes, those that are no zombies."""
+        return [pid for pid, parent in parents().items() if parent == self.pid]
+
+    def close(self) -> None:
+        self._out.close()
+
+
+class Scene:
+    """Where one test takes place: a storage, an app without code, workers, and what handlers noted."""
+
+    def __init__(self, place: Place, folder: Path) -> None:
+        self.place = place
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.notes_file = folder / "notes.jsonl"
+        self.workers: list[WorkerProcess] = []
+        self.environment = {
+            "HOLDFAST_URL": place.url,
+            NAMESPACE: place.namespace,
+            NOTES: str(self.notes_file),
+            MARK: self.mark,
+            "PYTHONPATH": str(ROOT),
+        }
+        self.app: Holdfast[Any] = place.app()
+
+    def start(self, target: str, *options: str, **more: Any) -> WorkerProcess:
+        """Start `holdfast worker TARGET OPTIONS`; `stuck:app` is the app in tests/worker/stuck.py."""
+        worker = WorkerProcess(self, f"tests.worker.{target}", *options, **more)
+        self.workers.append(worker)
+        return worker
+
+    async def worker(self, target: str, *options: str, children: int = 1, **more: Any) -> WorkerProcess:
+        """The same, ready to work."""
+        worker = self.start(target, *options, **more)
+        await worker.ready(children)
+        return worker
+
+    async def ask(self, queue: str, payload: object = None, *, wait: float = 20, **options: Any) -> Any:
+        """Enqueue a job for a task, and wait for its result. `payload` has its arguments by name."""
+        handle = await self.app.queue(queue).enqueue({} if payload is None else payload, **options)
+        return await handle.result(wait=wait)
+
+    def notes(self, what: str | None = None) -> list[dict[str, Any]]:
+        """What handlers noted, oldest first."""
+        if not self.notes_file.exists():
+            return []
+        lines = [json.loads(line) for line in self.notes_file.read_text().splitlines()]
+        return [line for line in lines if what is None or line["what"] == what]
+
+    async def noted(self, what: str, count: int = 1, seconds: float = 15.0) -> list[dict[str, Any]]:
+        """Wait until something was noted so often."""
+        await until(lambda: len(self.notes(what)) >= count, seconds)
+        return self.notes(what)
+
+    def processes(self) -> list[int]:
+        """Everything that this test has started and that still runs."""
+        return [pid for pid in parents() if f"{MARK}={self.mark}".encode() in _environment(pid)]
+
+
+@pytest.fixture
+async def scene(place: Place, tmp_path: Path) -> AsyncIterator[Scene]:
+    scene = Scene(place, tmp_path)
+    async with scene.app as app:
+        try:
+            yield scene
+            for worker in scene.workers:
+                if worker.process.poll() is None:
+                    worker.signal(signal.SIGCONT)
+                    assert await worker.stop(40) == 0, worker.text()
+            await until(lambda: not scene.processes(), 3)
+            for queue in (await app.stats()).queues:
+                assert (await app.queue(queue.queue).repair(dry_run=True)).problems == []
+        finally:
+            for pid in scene.processes():
+                _kill(pid)
+            for worker in scene.workers:
+                worker.process.wait(10)
+                worker.close()
+                sys.stdout.write(f"--- {worker.log.name}\n{worker.text()}")
+
+
+def parents() -> dict[int, int]:
+    """All processes and their parents, without zombies."""
+    found: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # It has just ended.
+            if state not in "ZX":
+                found[int(folder.name)] = int(parent)
+    return found
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+async def timed(step: Callable[[], Any]) -> float:
+    """How long something takes, in seconds."""
+    began = time.monotonic()
+    await step()
+    return time.monotonic() - began
+
+
+async def settled(app: Holdfast[Any], queue: str, count: int, seconds: float = 20.0) -> None:
+    """Until so many jobs of a queue have completed or failed."""
+
+    async def are_settled() -> bool:
+        totals = (await app.queue(queue).stats()).totals
+        return totals.get("completed", 0) + totals.get("failed", 0) >= count
+
+    await until(are_settled, seconds)
+    await asyncio.sleep(0)

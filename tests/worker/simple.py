@@ -1,0 +1,43 @@
+"""Tasks that do little."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from holdfast import Failure, current_job
+from tests.worker.scene import make_app, note
+
+app = make_app()
+
+
+@app.task(name="add")
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+@app.task(name="nap")
+async def nap(seconds: float) -> str:
+    note("nap")
+    await asyncio.sleep(seconds)
+    note("woke")
+    return "rested"
+
+
+@app.task(name="doze")
+def doze(seconds: float) -> str:
+    """Not async: on a thread."""
+    note("nap")
+    time.sleep(seconds)
+    note("woke")
+    return "rested"
+
+
+@app.task(name="raise", max_retries=0)
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+@fail.on_failure
+async def told(failure: Failure) -> None:
+    note("told", message=failure.error.message, failed=failure.job.id, by=current_job().queue)
