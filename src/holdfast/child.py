@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -71,29 +72,38 @@ class Child:
 
     async def serve(self, end: socket.socket) -> None:
         """Until told to leave."""
-        address = self._inside.address
         self._loop = asyncio.get_running_loop()
-        self._link.limit = frame_limit(address.max_payload)
+        await self._link.connect(end)
         async with AsyncExitStack() as stack:
-            self._app.defer()
-            await stack.enter_async_context(self._app)
-            if self._inside.lifespan is not None:
-                self._runner.resources = await stack.enter_async_context(self._inside.lifespan())
+            try:
+                await self._get_ready(stack)
+            except Exception:
+                self._link.send(Broken(f"what the app needs could not be made:\n{traceback.format_exc().rstrip()}"))
+                self._link.flush()
+                return
             telling = asyncio.create_task(self._teller.run())
-            await self._link.connect(end)
-            self._link.send(
-                Hello(
-                    [handler.terms for handler in self._handlers.values()],
-                    address.url,
-                    address.namespace,
-                    address.max_payload,
-                    bool(self._inside.on_event),
-                    bool(self._inside.around.errors),
-                )
-            )
+            self._link.send(self._hello())
             await self._left.wait()
             await self._teller.end(telling, HOOKS_S)
             self._runner.close()
+
+    async def _get_ready(self, stack: AsyncExitStack) -> None:
+        self._app.defer()
+        await stack.enter_async_context(self._app)
+        if self._inside.lifespan is not None:
+            self._runner.resources = await stack.enter_async_context(self._inside.lifespan())
+
+    def _hello(self) -> Hello:
+        address = self._inside.address
+        self._link.limit = frame_limit(address.max_payload)
+        return Hello(
+            [handler.terms for handler in self._handlers.values()],
+            address.url,
+            address.namespace,
+            address.max_payload,
+            bool(self._inside.on_event),
+            bool(self._inside.around.errors),
+        )
 
     def _received(self, messages: list[ToChild]) -> None:
         for message in messages:

@@ -85,7 +85,7 @@ class Crashed(Value, frozen=True, tag="crashed"):
 class Stopped(Value, frozen=True, tag="stopped"):
     """The run was stopped for a reason that is not its own."""
 
-    reason: Literal["cancel", "shutdown", "lease_lost", "neighbour"]
+    reason: Literal["cancel", "shutdown", "lease_lost", "neighbour", "not_started"]
 
 
 Ended = Returned | Raised | TimedOut | Crashed | Stopped
@@ -134,7 +134,7 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
             delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
             return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
-            if policy.at_most_once and ended.reason != "cancel":
+            if policy.at_most_once and ended.reason not in ("cancel", "not_started"):
                 error = JobError(type="Stopped", kind="stall", message=f"it was started, and stopped by {ended.reason}")
                 return _fail(job, error, policy)
             return Release(job.id, fence_of(job))

@@ -347,8 +347,12 @@ class Pool(Executor):
         if not child.runs:
             self._leave(child)
         elif child.doomed_at is not None:
-            healthy = any(not run.overdue for run in child.runs.values())
-            if not healthy or self._is_deaf(child, now) or now >= child.doomed_at + self._drain_grace_s:
+            overdue = sum(run.overdue for run in child.runs.values())
+            if overdue == 0:
+                child.doomed_at = None  # It ended after all.
+            elif (
+                overdue == len(child.runs) or self._is_deaf(child, now) or now >= child.doomed_at + self._drain_grace_s
+            ):
                 self._end(child)
         if child.leaving_at is not None and now >= child.leaving_at + LEAVE_S:
             log.warning("child %d does not leave: it is killed", child.process.pid)
@@ -420,7 +424,7 @@ class Pool(Executor):
                 case Done(number, outcome):
                     ended = self._over(child, number, outcome) or ended
                 case Refused(number):
-                    ended = self._over(child, number, Stopped("shutdown")) or ended
+                    ended = self._over(child, number, Stopped("not_started")) or ended
                 case Progress(number, progress):
                     run = child.runs.get(number)
                     if run is not None:
@@ -507,7 +511,7 @@ class Pool(Executor):
         else:
             self._in_hand.remove(run)
             self._fleet.out_of_hand(run.queue)
-            self._finish(run, Stopped("shutdown" if why == "timeout" else why))
+            self._finish(run, Stopped("not_started"))
 
     def _past_its_grace(self, run: Run) -> None:
         child, _ = self._by_run[run]

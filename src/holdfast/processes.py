@@ -8,8 +8,6 @@ connection ended.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import fcntl
 import os
 import signal
 import socket
@@ -18,9 +16,14 @@ import sys
 import threading
 from collections.abc import Callable
 
+from holdfast.errors import OptionError
+
 PR_SET_PDEATHSIG = 1
 GROUP_GONE_S = 1.0
 """How long to wait until the last process of a killed group is gone."""
+
+
+_in_child = False
 
 
 class Process:
@@ -28,6 +31,10 @@ class Process:
 
     def __init__(self, module: str, name: str) -> None:
         """Start `python -m module`. `name` is shown by ps."""
+        if _in_child:
+            raise OptionError(
+                "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
+            )
         self.end, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         try:
@@ -139,7 +146,12 @@ def said_of(returncode: int | None) -> str:
 def die_with(parent: int, lifeline: int) -> None:
     """Have the kernel kill this process and its group when `parent`, which holds the other end of the lifeline, is
     gone. A signal is sent when the pipe hangs up, not by code of ours: it also ends a process that is stuck in C."""
+    global _in_child
+    _in_child = True
     if sys.platform == "linux":
+        import ctypes
+        import fcntl
+
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

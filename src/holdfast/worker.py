@@ -90,6 +90,11 @@ class Worker:
             self.adopt()
 
     @property
+    def started(self) -> bool:
+        """It has begun to serve, and may have ended since."""
+        return self._main is not None
+
+    @property
     def queues(self) -> list[str]:
         """What it serves."""
         return self._fleet.queues

@@ -15,6 +15,7 @@ import click
 
 from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
 from holdfast.connection import Address
+from holdfast.errors import HoldfastError
 from holdfast.frames import Logs
 from holdfast.logs import FORMATS, set_up
 from holdfast.pool import Pool
@@ -106,7 +107,8 @@ def worker(
     Signals:
       TERM, INT   stop: jobs may finish within --grace, the rest goes back
                   to its queue, uncounted. A second one is quick.
-      HUP         load the code anew, one child after the other.
+      HUP         load the code anew, one child after the other
+                  (with --inline: stop).
 
     \b
     Exit status:
@@ -170,6 +172,7 @@ async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
 async def _serve(made: Worker, pool: Pool | None) -> None:
     """Run a worker until it ends, and do what signals say."""
     loop = asyncio.get_running_loop()
+    running = asyncio.create_task(made.run())
     asked = 0
 
     def stop(number: signal.Signals) -> None:
@@ -177,8 +180,11 @@ async def _serve(made: Worker, pool: Pool | None) -> None:
         asked += 1
         log.info("%s: the worker stops%s", number.name, "" if asked == 1 else ", at once")
         made.stop(quick=asked > 1)
+        if not made.started:
+            running.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stops = (signal.SIGTERM, signal.SIGINT) if pool is not None else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in stops:
         loop.add_signal_handler(number, stop, number)
     anew = asyncio.Event()
     reloading: asyncio.Task[None] | None = None
@@ -186,7 +192,10 @@ async def _serve(made: Worker, pool: Pool | None) -> None:
         loop.add_signal_handler(signal.SIGHUP, anew.set)
         reloading = asyncio.create_task(_reload_when_told(made, pool, anew))
     try:
-        await made.run()
+        await running
+    except asyncio.CancelledError:
+        if made.started:
+            raise
     finally:
         if reloading is not None:
             reloading.cancel()
@@ -197,8 +206,12 @@ async def _reload_when_told(made: Worker, pool: Pool, anew: asyncio.Event) -> No
         await anew.wait()
         anew.clear()
         log.info("SIGHUP: the code is loaded anew")
-        if await pool.reload():
-            made.adopt()
-            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues))
-        else:
+        if not await pool.reload():
             log.error("the code was not loaded anew: what runs goes on as before")
+            continue
+        try:
+            made.adopt()
+        except HoldfastError as error:
+            log.error("the new code cannot be served, the queues stay as they were: %s", error)
+        else:
+            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues))
