@@ -91,6 +91,9 @@ class Inline(Executor):
         for handler in self._handlers.values():
             handler.check()
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # There is nothing that could.
+
     async def close(self) -> None:
         self.runner.close()
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from holdfast.errors import HoldfastError, JobError
+from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.execution import timed_out
 from holdfast.fleet import Fleet, Terms
 from holdfast.frames import (
@@ -71,11 +71,10 @@ class CannotStart(HoldfastError):
 class Child:
     """One child process, as its parent sees it."""
 
-    def __init__(self, number: int, process: Process, turned: Callable[[], None], *, spare: bool = False) -> None:
+    def __init__(self, number: int, process: Process, ended: Callable[[Child], None], *, spare: bool = False) -> None:
         self.number = number
         self.process = process
-        self.turned = turned
-        """Called when it is over."""
+        self._ended = ended
         self.spare = spare
         self.link: Link[FromChild]
         self.hello: Hello | None = None
@@ -109,7 +108,7 @@ class Child:
         if not self.over.is_set():
             self.cause = cause
             self.over.set()
-            self.turned()
+            self._ended(self)
 
 
 class Pool(Executor):
@@ -176,6 +175,10 @@ class Pool(Executor):
             await asyncio.shield(self._main)
             self._main = None
 
+    async def watch(self) -> None:
+        assert self._main is not None
+        await asyncio.shield(self._main)
+
     @property
     def hello(self) -> Hello:
         """What the newest child has said of the app."""
@@ -212,10 +215,10 @@ class Pool(Executor):
     def _spawn(self, *, spare: bool = False, first: asyncio.Future[Hello] | None = None) -> None:
         try:
             process = Process("holdfast.child", self._begin.worker)
-        except OSError as error:
+        except (OSError, OptionError) as error:
             self._could_not_start(CannotStart(f"a child process could not be started: {error}"), first)
             return
-        child = Child(next(self._numbers), process, self._turned.set, spare=spare)
+        child = Child(next(self._numbers), process, self._is_over, spare=spare)
         child.link = Link(FromChild, partial(self._received, child), child.end, partial(self._unsendable, child))
         self._children[child.number] = child
         self._tasks.create_task(self._keep(child, first), name=f"holdfast child {process.pid}")
@@ -228,7 +231,7 @@ class Pool(Executor):
             child.link.send(self._begin)
             hello = await self._greeted(child)
             self._opened(child, hello)
-            if first is not None:
+            if first is not None and not first.done():
                 first.set_result(hello)
             await child.over.wait()
         except CannotStart as error:
@@ -258,7 +261,8 @@ class Pool(Executor):
 
     def _could_not_start(self, error: CannotStart, first: asyncio.Future[Hello] | None) -> None:
         if first is not None:
-            first.set_exception(error)
+            if not first.done():
+                first.set_exception(error)
         elif not self._closing.is_set():
             log.error("a child process does not start, those that run go on: %s", error)
             self._restart_at = asyncio.get_running_loop().time() + self._pause_s
@@ -338,6 +342,12 @@ class Pool(Executor):
             child.doomed_at = asyncio.get_running_loop().time()
             log.warning("child %d has a run that does not stop: it is replaced", child.process.pid)
         self._drain(child)
+
+    def _is_over(self, child: Child) -> None:
+        """It has ended, or is about to be killed: whatever it were given now would be lost."""
+        self._turned.set()
+        if self._attached and child.hello is not None and not child.draining:
+            self._fleet.shut(child.number)
 
     def _see_to(self, child: Child) -> None:
         """A child that drains: is it time for it to go?"""

@@ -110,6 +110,10 @@ class Executor(ABC):
         """Get ready."""
 
     @abstractmethod
+    async def watch(self) -> None:
+        """Wait, and raise if it breaks down."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Let everything go."""
 

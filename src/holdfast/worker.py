@@ -178,6 +178,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 drain = tasks.create_task(self._drain.run())
                 telling = tasks.create_task(self._teller.run())
+                watching = tasks.create_task(self._executor.watch())
                 if self._stop_asked.is_set():
                     feed.stop()
                 await feed.run()
@@ -186,6 +187,7 @@ class Worker:
                 self._drain.end()
                 await drain
                 await self._teller.end(telling, GIVE_UP_S)
+                watching.cancel()
         except Exception:
             log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
             raise
