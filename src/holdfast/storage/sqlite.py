@@ -57,6 +57,7 @@ class SqliteStorage(LocalStorage):
         self._synchronous = synchronous.upper()
         if self._synchronous not in SYNCHRONOUS:
             raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
+        self._says_where = logging.INFO
         self._ear: wake.Ear | wake.Poll | None = None
         self._mouth = wake.Mouth()
         self._heard: set[tuple[str, str]] = set()
@@ -65,13 +66,15 @@ class SqliteStorage(LocalStorage):
         return f"<SqliteStorage {self.path}>"
 
     def twin(self) -> SqliteStorage:
-        return SqliteStorage(
+        twin = SqliteStorage(
             self.path,
             namespace=self.namespace,
             synchronous=self._synchronous,
             clock=self._clock,
             max_payload=self._max_payload,
         )
+        twin._says_where = logging.DEBUG  # It was said once.
+        return twin
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
@@ -87,7 +90,7 @@ class SqliteStorage(LocalStorage):
                 await asyncio.shield(lane.close())
             raise
         self._writer, self._reader = lanes
-        log.info("jobs are in %s", self.path)
+        log.log(self._says_where, "jobs are in %s", self.path)
         return await super().__aenter__()
 
     async def __aexit__(self, *exc: object) -> None:

@@ -119,12 +119,13 @@ class RedisStorage(CheckedStorage):
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
+        self._says_where = logging.INFO
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
 
     def twin(self) -> RedisStorage:
-        return RedisStorage(
+        twin = RedisStorage(
             self._servers.twin(),
             namespace=self.namespace,
             clock=self._clock,
@@ -132,6 +133,8 @@ class RedisStorage(CheckedStorage):
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
         )
+        twin._says_where = logging.DEBUG  # It was said once.
+        return twin
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
@@ -174,7 +177,7 @@ class RedisStorage(CheckedStorage):
                 f"{self._servers.name} has maxmemory-policy {policy}, which deletes jobs when memory is short:"
                 " set it to noeviction, or add ?eviction=allow to the URL if you can lose them"
             )
-        log.info("jobs are in %s, %s %s", self._servers.name, kind, version)
+        log.log(self._says_where, "jobs are in %s, %s %s", self._servers.name, kind, version)
 
     async def _check_layout(self) -> None:
         found: bytes = await self._calls.read(self._name(), "layout", LAYOUT)
