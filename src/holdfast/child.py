@@ -18,7 +18,7 @@ from typing import Any
 
 from holdfast import errors
 from holdfast.app import Holdfast
-from holdfast.errors import HoldfastError, JobError
+from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.execution import Handler
 from holdfast.frames import (
     Begin,
@@ -78,7 +78,8 @@ class Child:
             try:
                 await self._get_ready(stack)
             except Exception:
-                self._link.send(Broken(f"what the app needs could not be made:\n{traceback.format_exc().rstrip()}"))
+                told = f"the app's lifespan could not be entered:\n{traceback.format_exc().rstrip()}"
+                self._link.send(Broken(told, mistake=True))
                 self._link.flush()
                 return
             telling = asyncio.create_task(self._teller.run())
@@ -173,7 +174,7 @@ def main() -> None:
         sys.path[:] = begin.path
         child = Child(load(begin.target, Holdfast))
     except HoldfastError as error:
-        end.sendall(encode([Broken(str(error))])[0])
+        end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)
     asyncio.run(child.serve(end))
 

@@ -104,6 +104,8 @@ class Broken(Message, frozen=True):
     """The app could not be loaded."""
 
     message: str
+    mistake: bool
+    """It is the user's, not ours."""
 
 
 class Done(Message, frozen=True):

@@ -215,8 +215,11 @@ class Pool(Executor):
     def _spawn(self, *, spare: bool = False, first: asyncio.Future[Hello] | None = None) -> None:
         try:
             process = Process("holdfast.child", self._begin.worker)
-        except (OSError, OptionError) as error:
+        except OSError as error:
             self._could_not_start(CannotStart(f"a child process could not be started: {error}"), first)
+            return
+        except OptionError as error:
+            self._could_not_start(error, first)
             return
         child = Child(next(self._numbers), process, self._is_over, spare=spare)
         child.link = Link(FromChild, partial(self._received, child), child.end, partial(self._unsendable, child))
@@ -234,7 +237,7 @@ class Pool(Executor):
             if first is not None and not first.done():
                 first.set_result(hello)
             await child.over.wait()
-        except CannotStart as error:
+        except (CannotStart, OptionError) as error:
             child.killed = True
             self._could_not_start(error, first)
         finally:
@@ -253,13 +256,13 @@ class Pool(Executor):
         match child.answered:
             case Hello() as hello:
                 return hello
-            case Broken(message):
-                raise CannotStart(message)
+            case Broken(message, mistake):
+                raise OptionError(message) if mistake else CannotStart(message)
             case None:
                 why = child.cause or "it ended"
                 raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
 
-    def _could_not_start(self, error: CannotStart, first: asyncio.Future[Hello] | None) -> None:
+    def _could_not_start(self, error: HoldfastError, first: asyncio.Future[Hello] | None) -> None:
         if first is not None:
             if not first.done():
                 first.set_exception(error)

@@ -7,7 +7,7 @@ import sys
 import click
 
 from holdfast.cli.worker import worker
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
 from holdfast.version import VERSION
 
 
@@ -21,9 +21,10 @@ commands.add_command(worker)
 
 
 def main() -> None:
-    """The program. Exit status 0: done, or stopped as asked; 1: it could not, and said why; 2: wrong use."""
+    """The program. Exit status 0: done, or stopped as asked; 1: it failed, and says why; 2: the user's mistake; 3: the
+    storage cannot be reached."""
     try:
         commands(prog_name="holdfast")
     except HoldfastError as error:
         click.secho(f"holdfast: {error}", fg="red", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, OptionError) else 3 if isinstance(error, StorageUnavailable) else 1)

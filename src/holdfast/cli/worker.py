@@ -113,8 +113,9 @@ def worker(
     \b
     Exit status:
       0  stopped as asked, evicted, or the burst is over
-      1  it could not start, or broke down
-      2  wrong use of the command line
+      1  it broke down, or a child process could not be started
+      2  a mistake in the command line, or the app cannot be loaded
+      3  the storage cannot be reached
     """
     if inline and (processes or max_jobs or max_memory):
         raise click.UsageError("--inline has no child processes: leave --processes, --max-jobs and --max-memory out")
