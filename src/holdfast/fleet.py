@@ -44,8 +44,10 @@ class Room(msgspec.Struct):
     runs: int = 0
     running: dict[str, int] = {}
     """Runs of each queue."""
-    stuck: int = 0
-    """What runs take up that were given up, and may never end."""
+    reserved: int = 0
+    """What claims that are on their way may bring."""
+    stuck: dict[str, int] = {}
+    """Runs of each queue that were given up, and may never end."""
     open: bool = True
     """It takes more runs."""
     deaf: bool = False
@@ -55,7 +57,7 @@ class Room(msgspec.Struct):
 
     @property
     def free(self) -> int:
-        return self.capacity - self.used
+        return self.capacity - self.used - self.reserved
 
     @property
     def takes(self) -> bool:
@@ -78,6 +80,8 @@ class Served(msgspec.Struct):
     """Jobs that were claimed and wait for a room."""
     asked: int = 0
     """Jobs of a claim that is on its way. There is one at a time."""
+    places: list[tuple[int, int]] = []
+    """The rooms that it was planned for, and what is reserved there."""
     passed_over: int = 0
     """Plans in which it had work, and its next job did not fit."""
     blocks_since: float = NEVER
@@ -196,7 +200,13 @@ class Fleet:
         if alone:
             empty = [number for number, room in self._rooms.items() if room.open and not room.deaf and not room.runs]
             return min(empty, key=lambda number: not self._rooms[number].spare, default=None)
-        size = self._find(queue).size
+        served = self._find(queue)
+        while served.places:
+            number = self._take_back_a_place(served)
+            room = self._rooms.get(number)
+            if room is not None and room.takes and room.free >= served.size:
+                return number
+        size = served.size
         fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
         return -max(fits)[1] if fits else None
 
@@ -211,7 +221,8 @@ class Fleet:
 
     def gave_up(self, queue: str, room: int = 0) -> None:
         """A run does not stop. It keeps its room, and nobody waits for that."""
-        self._rooms[room].stuck += self._find(queue).size
+        stuck = self._rooms[room].stuck
+        stuck[queue] = stuck.get(queue, 0) + 1
 
     def ended(self, queue: str, room: int = 0, *, given_up: bool = False) -> None:
         served, place = self._find(queue), self._rooms[room]
@@ -222,7 +233,7 @@ class Fleet:
         place.alone = False
         self.runs -= 1
         if given_up:
-            place.stuck -= served.size
+            place.stuck[queue] -= 1
         self._drop_if_over(room)
         self._forget_if_over(served)
 
@@ -267,7 +278,7 @@ class Fleet:
             below = [queue for queue in ready if queue.priority < tiers[0]]
             longest = min(below, key=lambda queue: (queue.planned, queue.priority))
             orders.append(Order(longest.queue, 1))
-            _take(frees, longest.size, 1)
+            self._reserve(longest, frees, 1)
             runs_left -= 1
             ready.remove(longest)
         for tier in tiers:
@@ -284,6 +295,8 @@ class Fleet:
     def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
         """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
         served = self._find(queue)
+        while served.places:
+            self._take_back_a_place(served)
         self._claims -= served.asked > 0
         served.asked = 0
         served.claim_at = 0.0 if got >= asked or served.woken else claim_at
@@ -308,34 +321,49 @@ class Fleet:
         frees = self._frees()
         return [q.queue for q in self._served.values() if q.claim_at <= now and not q.asked and self._crowded(q, frees)]
 
-    def _frees(self) -> list[int]:
-        """What is free in each room, less what was claimed and has no room yet, or may come with a claim."""
-        frees = [room.free for room in list(self._rooms.values()) if room.takes]
-        if self._claims or self._in_hand:
-            for queue in list(self._served.values()):
-                _take(frees, queue.size, queue.asked + queue.in_hand)
+    def _frees(self) -> dict[int, int]:
+        """What is free in each room, less what was claimed and has no room yet."""
+        frees = {number: room.free for number, room in list(self._rooms.items()) if room.takes}
+        if self._in_hand:
+            for queue in [*self._served.values(), *self._leaving.values()]:
+                _take(frees, queue.size, queue.in_hand)
         return frees
+
+    def _reserve(self, served: Served, frees: dict[int, int], count: int) -> None:
+        for number in _take(frees, served.size, count):
+            served.places.append((number, served.size))
+            self._rooms[number].reserved += served.size
+
+    def _take_back_a_place(self, served: Served) -> int:
+        number, units = served.places.pop(0)
+        if number in self._rooms:
+            self._rooms[number].reserved -= units
+        return number
 
     def _runs_left(self) -> int:
         if self._most is None:
             return MAX_CLAIM * len(self._served)
         return self._most - self.runs - self._in_hand - sum(queue.asked for queue in list(self._served.values()))
 
-    def _fitting(self, queue: Served, frees: Sequence[int]) -> int:
+    def _fitting(self, queue: Served, frees: dict[int, int]) -> int:
         """How many jobs of a queue fit."""
-        room = min(sum(free // queue.size for free in frees if free > 0), self._runs_left(), MAX_CLAIM)
+        room = min(sum(free // queue.size for free in frees.values() if free > 0), self._runs_left(), MAX_CLAIM)
         return room if queue.concurrency is None else min(room, queue.concurrency - queue.running - queue.in_hand)
 
     def _has_slot(self, queue: Served) -> bool:
         """May another of its jobs run, as far as numbers go?"""
         return self._runs_left() > 0 and (queue.concurrency is None or queue.running < queue.concurrency)
 
-    def _crowded(self, queue: Served, frees: Sequence[int]) -> bool:
+    def _crowded(self, queue: Served, frees: dict[int, int]) -> bool:
         """Would its next job fit, if only enough of what runs ended?"""
-        most = max((room.capacity - room.stuck for room in list(self._rooms.values()) if room.takes), default=0)
-        return max(frees, default=0) < queue.size <= most and self._has_slot(queue)
+        rooms = [room for room in list(self._rooms.values()) if room.takes]
+        most = max((room.capacity - self._units(room.stuck) for room in rooms), default=0)
+        return max(frees.values(), default=0) < queue.size <= most and self._has_slot(queue)
 
-    def _without_the_blocked(self, due: list[Served], frees: Sequence[int], now: float) -> list[Served]:
+    def _units(self, runs: dict[str, int]) -> int:
+        return sum(count * self._find(queue).size for queue, count in runs.items() if count)
+
+    def _without_the_blocked(self, due: list[Served], frees: dict[int, int], now: float) -> list[Served]:
         """Queues that have room. Where a large job has waited long enough for some, only higher queues go on until
         enough has ended, and at last not even those; but not for ever, it may be a long run that has to end."""
         ready = [queue for queue in due if self._fitting(queue, frees) > 0]
@@ -354,27 +382,27 @@ class Fleet:
                 return []
         return [queue for queue in ready if queue.priority > blocked_by]
 
-    def _share(self, tier: Sequence[Served], frees: list[int], runs_left: int) -> list[Order]:
+    def _share(self, tier: Sequence[Served], frees: dict[int, int], runs_left: int) -> list[Order]:
         """Equal parts for the queues of one priority; what one leaves goes to those after it. The queue with the
         fewest runs is served first."""
         orders: list[Order] = []
         left = sorted(tier, key=lambda queue: (queue.running * queue.size, queue.planned))
-        while left and runs_left > 0 and (free := sum(frees)) > 0:
+        while left and runs_left > 0 and (free := sum(free for free in frees.values() if free > 0)) > 0:
             queue = left.pop(0)
             share = max(1, free // (len(left) + 1) // queue.size)
             limit = min(self._fitting(queue, frees), share, runs_left)
             if limit > 0:
                 orders.append(Order(queue.queue, limit))
-                _take(frees, queue.size, limit)
+                self._reserve(queue, frees, limit)
                 runs_left -= limit
         return orders
 
 
-def _take(frees: list[int], size: int, count: int) -> None:
-    """Use up room for some jobs, as they will be placed: each where most is free."""
-    if len(frees) == 1:
-        frees[0] -= size * count
-        return
+def _take(frees: dict[int, int], size: int, count: int) -> list[int]:
+    """Use up room for some jobs, each where most is free: which rooms."""
+    taken: list[int] = []
     for _ in range(count if frees else 0):
-        at = frees.index(max(frees))
-        frees[at] -= size
+        number = max(frees, key=frees.__getitem__)
+        frees[number] -= size
+        taken.append(number)
+    return taken

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from holdfast.errors import OptionError
 
 PR_SET_PDEATHSIG = 1
-GROUP_GONE_S = 1.0
-"""How long to wait until the last process of a killed group is gone."""
+GROUP_LOOKS, LOOK_S = 100, 0.01
+"""How often to look whether the last process of a killed group is gone, and after how long again."""
 
 
 _in_child = False
@@ -88,7 +88,8 @@ class Process:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # On macOS a group of which only a zombie is left may not be signalled.
+                pass  # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
+            self._process.kill()
 
     async def bury(self, patience_s: float = 0.0) -> str | None:
         """Kill it, unless it ends by itself in time, and return when it is certainly gone: how it ended, if that was by
@@ -121,13 +122,30 @@ class Process:
 
     async def _until_the_group_is_gone(self) -> None:
         """Those in the group are not our children: we cannot wait for them, only look."""
-        deadline = asyncio.get_running_loop().time() + GROUP_GONE_S
-        while asyncio.get_running_loop().time() < deadline:
-            try:
-                os.killpg(self.pid, 0)
-            except OSError:
+        for _ in range(GROUP_LOOKS):
+            if not _group_lives(self.pid):
                 return
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(LOOK_S)
+
+
+def _group_lives(number: int) -> bool:
+    """Is anybody left in a process group? Zombies do not count: in a container they may never be reaped."""
+    try:
+        os.killpg(number, 0)
+    except OSError:
+        return False
+    if sys.platform != "linux":
+        return True
+    for folder in os.scandir("/proc"):
+        if folder.name.isdigit():
+            try:
+                with open(f"/proc/{folder.name}/stat") as file:
+                    state, _, group = file.read().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue  # It has just ended.
+            if int(group) == number and state not in "ZX":
+                return True
+    return False
 
 
 def said_of(returncode: int | None) -> str:

@@ -43,7 +43,7 @@ def split(target: str) -> tuple[str, str]:
 
 def find(app: object) -> str:
     """Where another process finds this app. It must be at the top of a module."""
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is app and name.isidentifier():
                 return f"{_importable(module_name, module)}:{name}"
@@ -94,4 +94,6 @@ def _importable(name: str, module: ModuleType) -> str:
         return str(spec.name)
     if file is None:
         raise OptionError("child processes import the app, and a session has no file: put the app into a module")
+    if not Path(file).stem.isidentifier():
+        raise OptionError(f"child processes import the app, and {Path(file).name} cannot be imported: rename it")
     return Path(file).stem

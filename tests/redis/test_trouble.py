@@ -300,6 +300,34 @@ async def test_a_call_to_a_frozen_server_succeeds_once_it_goes_on(
     assert await hurt.problems() == []
 
 
+async def test_who_asks_again_after_no_answer_learns_what_became_of_the_first_call(own: Server) -> None:
+    """A frozen server does what it was asked when it goes on, long after the caller has given up."""
+    async with opened(f"{own.url}?timeout=0.5") as stage:
+        for id in "ab":
+            await stage.enqueue(id)
+        await _given_up(own, lambda: stage.claim(1))
+        claimed = await stage.claim(2)
+        assert [(job.id, job.attempts) for job in claimed] == [("a", 1)]  # The first one's, though two were asked for.
+        await _given_up(own, lambda: stage.complete(claimed[0]))
+        assert await stage.complete(claimed[0]) is Settled.OK
+        assert await stage.complete(claimed[0]) is Settled.LOST
+        await _given_up(own, lambda: stage.enqueue("c"))
+        assert (await stage.enqueue("c")).placed is Placed.NEW
+        assert (await stage.enqueue("c")).placed is Placed.DUPLICATE
+        assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 1, "completed": 1}
+        assert await stage.problems() == []
+
+
+async def _given_up(server: Server, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+    """A call that a frozen server does not answer in time, and carries out when it goes on."""
+    server.pause()
+    with pytest.raises(StorageUnavailable, match="did not answer in time"):
+        await call()
+    server.resume()
+    with redis.Redis.from_url(server.url) as client:
+        client.ping()
+
+
 @pytest.mark.usefixtures("impatient")
 async def test_a_half_open_connection_is_given_up(proxy: Proxy, stage: Stage, twin: Stage) -> None:
     for each in (stage, twin):

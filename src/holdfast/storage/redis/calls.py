@@ -24,6 +24,8 @@ from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
 
 TRY_AGAIN_S = 0.05
 """How long to wait while a slot is on its way between two nodes."""
+REPEATED = frozenset({"claim", "settle", "enqueue"})
+"""A caller who got no answer asks again. Not `extend`: an earlier one's answer says nothing of now."""
 KEYS = (
     *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
@@ -57,6 +59,8 @@ class Line:
         self._asks: deque[Ask] = deque()
         self._busy: set[str] = set()
         self._numbers: dict[str, int] = {}
+        self._unanswered: dict[str, tuple[Argument, ...]] = {}
+        """Arguments of a verb's last call, if it was given up without an answer: it may be done, or be done yet."""
 
     def ask(self, ask: Ask) -> None:
         self._asks.append(ask)
@@ -86,14 +90,21 @@ class Line:
         return batch
 
     def _send(self, verb: str, batch: list[Ask]) -> None:
-        number = self._numbers[verb] = self._numbers.get(verb, 0) + 1
         self._busy.add(verb)
         items = batch[0].items if len(batch) == 1 else [item for ask in batch for item in ask.items]
         args = (*batch[0].options, *items)
-        self._calls.send(verb, self._key, number, args, lambda reply: self._done(verb, batch, reply))
+        before = self._unanswered.pop(verb, None)
+        if before is not None and _same(verb, before, args):
+            args = before  # The same number again: it is done once, and now its answer is heard.
+        else:
+            self._numbers[verb] = self._numbers.get(verb, 0) + 1
+        number = self._numbers[verb]
+        self._calls.send(verb, self._key, number, args, lambda reply: self._done(verb, batch, args, reply))
 
-    def _done(self, verb: str, batch: list[Ask], reply: Reply) -> None:
+    def _done(self, verb: str, batch: list[Ask], args: tuple[Argument, ...], reply: Reply) -> None:
         self._busy.discard(verb)
+        if isinstance(reply, StorageUnavailable) and verb in REPEATED:
+            self._unanswered[verb] = args
         start = 0
         for ask in batch:
             if not ask.future.done():
@@ -103,6 +114,11 @@ class Line:
                     ask.future.set_result((reply, start))
             start += ask.count
         self.pump()
+
+
+def _same(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
+    """Does a call ask for what another asked for? A claim does if it is the same worker's: how many jobs may differ."""
+    return before[1:] == now[1:] if verb == "claim" else before == now
 
 
 class Calls:
