@@ -66,7 +66,7 @@ class Child:
         for handler in self._inside.handlers:
             handler.check()
         self._left = asyncio.Event()
-        self._link: Link[ToChild] = Link(ToChild, self._received, self._orphaned, self._unsendable)
+        self._link: Link[ToChild] = Link(ToChild, self._received, self._orphaned, self._orphaned, self._unsendable)
         self._runner: Runner[int] = Runner(self._inside.around, THREADS, ended=self._ended, reported=self._progressed)
         self._teller = Teller(self._inside.on_event, self._inside.around.trouble)
 
@@ -176,7 +176,14 @@ def main() -> None:
     except HoldfastError as error:
         end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)
-    asyncio.run(child.serve(end))
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(child.serve(end))
+        except BaseException:
+            # A handler has broken the loop. To end it in good order would cancel its neighbours, and say that they
+            # cancelled themselves: they have crashed.
+            traceback.print_exc()
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ class Link(asyncio.Protocol, Generic[M]):
         reads: Any,
         received: Callable[[list[M]], None],
         broken: Callable[[str], None],
+        lost: Callable[[str], None],
         unsendable: Callable[[Any, Exception], None],
     ) -> None:
         self.limit = MAX_FRAME_BYTES
@@ -169,6 +170,7 @@ class Link(asyncio.Protocol, Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[reads])
         self._received = received
         self._broken = broken
+        self._lost = lost
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._out: list[Any] = []
@@ -235,7 +237,7 @@ class Link(asyncio.Protocol, Generic[M]):
             self.part_since = asyncio.get_running_loop().time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail("it closed its connection" if exc is None else f"its connection broke ({exc})")
+        self._lost("it closed its connection" if exc is None else f"its connection broke ({exc})")
 
     def _fail(self, why: str) -> None:
         self._buffer.clear()

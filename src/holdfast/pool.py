@@ -98,10 +98,16 @@ class Child:
         self.over = asyncio.Event()
         """It has ended, or has to."""
         self.cause = ""
+        self.misbehaved = False
 
     @property
     def open(self) -> bool:
         return self.hello is not None and not self.draining and not self.over.is_set()
+
+    def misbehave(self, cause: str) -> None:
+        """It is over because of what it did, however it ends now."""
+        self.misbehaved = not self.over.is_set()
+        self.end(cause)
 
     def end(self, cause: str = "") -> None:
         """It is over. The first cause counts."""
@@ -222,7 +228,9 @@ class Pool(Executor):
             self._could_not_start(error, first)
             return
         child = Child(next(self._numbers), process, self._is_over, spare=spare)
-        child.link = Link(FromChild, partial(self._received, child), child.end, partial(self._unsendable, child))
+        child.link = Link(
+            FromChild, partial(self._received, child), child.misbehave, child.end, partial(self._unsendable, child)
+        )
         self._children[child.number] = child
         self._tasks.create_task(self._keep(child, first), name=f"holdfast child {process.pid}")
 
@@ -387,7 +395,7 @@ class Pool(Executor):
 
     def _buried(self, child: Child, how: str | None) -> None:
         """It is certainly dead. `how` it died by itself says more than what we heard of it."""
-        why = how or child.cause
+        why = child.cause if child.misbehaved else how or child.cause
         del self._children[child.number]
         self._turned.set()
         crashed = not child.killed and child.leaving_at is None
@@ -415,7 +423,7 @@ class Pool(Executor):
                 if child.hello is None or child.over.is_set():
                     continue
                 if child.link.part_since is not None and now >= child.link.part_since + PART_S:
-                    child.end("it sent half a frame, and no more")
+                    child.misbehave("it sent half a frame, and no more")
                     continue
                 if child.open and self._attached:
                     self._fleet.hears(child.number, not self._is_deaf(child, now))
