@@ -351,8 +351,8 @@ def default_name(function: Callable[..., Any]) -> str:
     if module == "__main__":
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
         file = getattr(sys.modules.get("__main__"), "__file__", None)
-        module = spec.name.removesuffix(".__main__") if spec is not None else Path(file).stem if file else "main"
-    return f"{module}.{name_of(function)}"
+        module = spec.name if spec is not None else Path(file).stem if file else "main"
+    return f"{module.removesuffix('.__main__')}.{name_of(function)}"
 
 
 def _where(function: Callable[..., Any]) -> str:

@@ -51,6 +51,7 @@ class Beat:
         kill: Callable[[Run, float], None],
         evict: Callable[[], None],
         trouble: Callable[[BaseException], None],
+        died: Callable[[BaseException], None],
     ) -> None:
         self._twin = twin
         self._worker = worker
@@ -64,12 +65,13 @@ class Beat:
         self._lost, self._cancel, self._kill = lost, cancel, kill
         self._evict = evict
         self._trouble = trouble
+        self._died = died
         self._home = asyncio.get_running_loop()
         self._stopping = False
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="holdfast-beat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdfast-beat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -91,12 +93,21 @@ class Beat:
             except RuntimeError:
                 pass  # It has just ended.
 
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner() as runner:
+                runner.run(self._main())
+        except BaseException as error:  # Without a heartbeat the worker must not go on.
+            self._tell(self._died, error)
+
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._work = asyncio.create_task(self._beat_for_ever())
         if self._stopping:
             self._work.cancel()
         await asyncio.wait([self._work])
+        if not self._work.cancelled():
+            self._work.result()  # It has failed: it never ends by itself.
 
     def _cancel_work(self) -> None:
         if self._work is not None:

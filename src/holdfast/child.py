@@ -12,14 +12,19 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
+
+from msgspec.structs import replace
 
 from holdfast import errors
 from holdfast.app import Holdfast
 from holdfast.errors import HoldfastError, JobError, OptionError
-from holdfast.execution import Handler
+from holdfast.execution import Handler, Stepped
 from holdfast.frames import (
     Begin,
     Broken,
@@ -43,13 +48,14 @@ from holdfast.frames import (
 from holdfast.hooks import Teller
 from holdfast.inline import Runner
 from holdfast.logs import set_up
-from holdfast.policy import Ended, Raised
-from holdfast.processes import die_with, memory
+from holdfast.policy import Ended, Raised, TimedOut
+from holdfast.processes import Steps, die_with, memory
 from holdfast.targets import load
 from holdfast.version import VERSION
 
 THREADS = 100
 """As many as a child can have runs."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOOKS_S = 4.0
 """How long hooks may take to hear the rest, when the child leaves."""
 
@@ -59,7 +65,7 @@ log = logging.getLogger("holdfast")
 class Child:
     """One child, with its app."""
 
-    def __init__(self, app: Holdfast[Any]) -> None:
+    def __init__(self, app: Holdfast[Any], steps: Steps) -> None:
         self._inside = app.inside()
         self._app = app
         self._handlers: dict[str, Handler] = {handler.queue: handler for handler in self._inside.handlers}
@@ -67,7 +73,10 @@ class Child:
             handler.check()
         self._left = asyncio.Event()
         self._link: Link[ToChild] = Link(ToChild, self._received, self._orphaned, self._orphaned, self._unsendable)
-        self._runner: Runner[int] = Runner(self._inside.around, THREADS, ended=self._ended, reported=self._progressed)
+        self._steps = steps
+        self._runner: Runner[int] = Runner(
+            self._inside.around, THREADS, ended=self._ended, reported=self._progressed, steps=self._stepped
+        )
         self._teller = Teller(self._inside.on_event, self._inside.around.trouble)
 
     async def serve(self, end: socket.socket) -> None:
@@ -84,7 +93,12 @@ class Child:
                 return
             telling = asyncio.create_task(self._teller.run())
             self._link.send(self._hello())
-            await self._left.wait()
+            try:
+                await self._left.wait()
+            except (
+                asyncio.CancelledError
+            ):  # A handler has cancelled every task: its neighbours did not do it themselves.
+                _crash()
             await self._teller.end(telling, HOOKS_S)
             self._runner.close()
 
@@ -109,7 +123,8 @@ class Child:
     def _received(self, messages: list[ToChild]) -> None:
         for message in messages:
             match message:
-                case Start(number, queue, job):
+                case Start(number, queue, job, id):
+                    job = job if id is None else replace(job, id=id.decode("utf-8", "surrogateescape"))
                     if queue in self._handlers:
                         self._runner.start(number, self._handlers[queue], job)
                     else:
@@ -118,7 +133,8 @@ class Child:
                     self._runner.stop(number, why)
                 case Ping():
                     self._link.send(Pong(memory()))
-                case Happened(event):
+                case Happened(event, id):
+                    event = event if id is None else replace(event, id=id.decode("utf-8", "surrogateescape"))
                     self._teller.event(event)
                 case Trouble(error, told, where):
                     kind = getattr(errors, error, HoldfastError)
@@ -128,6 +144,10 @@ class Child:
                 case Begin():
                     pass  # That was the first one, and is done.
 
+    def _stepped(self, number: int, run: Coroutine[Any, Any, Ended]) -> Stepped:
+        """Should a run block the loop, the parent can see which it was."""
+        return Stepped(run, partial(self._steps.begin, number), self._steps.end)
+
     def _ended(self, number: int, ended: Ended) -> None:
         self._link.send(Done(number, ended))
 
@@ -136,8 +156,13 @@ class Child:
         self._loop.call_soon_threadsafe(self._link.send, Progress(number, progress))
 
     def _unsendable(self, message: object, error: Exception) -> None:
-        """A result or an error that does not fit through."""
-        if isinstance(message, Done):
+        """A result or an error that does not fit through. What msgpack cannot carry is most likely in its details."""
+        if not isinstance(message, Done):
+            return
+        ended = message.ended
+        if isinstance(ended, Raised | TimedOut) and ended.error.details is not None:
+            self._link.send(Done(message.number, replace(ended, error=replace(ended.error, details=None))))
+        else:
             refused = JobError(
                 type="PayloadRejected", kind="permanent", message=f"what it gave cannot be sent: {error}"
             )
@@ -153,15 +178,42 @@ def _let_it_pass(number: int, frame: object) -> None:
     """A terminal, or a service manager, tells the whole tree. Our parent is told, too, and sees to us."""
 
 
-def main() -> None:
-    end_number, lifeline, parent = (int(word) for word in sys.argv[1:4])
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Not SIG_IGN: programs that handlers start would inherit that.
+def _crash() -> NoReturn:
+    """End at once, before anything more is said: what other runs would say now is not of their own doing."""
+    traceback.print_exc()
+    os._exit(1)
+
+
+def _take_signals() -> None:
+    """Let signals pass us by; but what a handler forks is ended by them, as any process. One that comes while it is being
+    forked is kept until it is seen to."""
+    for number in SIGNALS:  # Not SIG_IGN: programs that handlers start would inherit that.
         signal.signal(number, _let_it_pass)
+    mask = threading.local()
+
+    def hold() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def go_on() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def be_like_any() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        go_on()
+
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=be_like_any)
+
+
+def main() -> None:
+    end_number, lifeline, page, parent = (int(word) for word in sys.argv[1:5])
+    _take_signals()
     die_with(parent, lifeline)
     end = socket.socket(fileno=end_number)
     end.set_inheritable(False)
     os.set_inheritable(lifeline, False)
+    steps = Steps(page)
+    os.close(page)
     try:
         begin = receive(end, Begin)
     except EOFError:
@@ -172,18 +224,15 @@ def main() -> None:
         if begin.logs is not None:
             set_up(begin.logs)
         sys.path[:] = begin.path
-        child = Child(load(begin.target, Holdfast))
+        child = Child(load(begin.target, Holdfast), steps)
     except HoldfastError as error:
         end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)
     with asyncio.Runner() as runner:
         try:
             runner.run(child.serve(end))
-        except BaseException:
-            # A handler has broken the loop. To end it in good order would cancel its neighbours, and say that they
-            # cancelled themselves: they have crashed.
-            traceback.print_exc()
-            os._exit(1)
+        except BaseException:  # A handler has broken the loop. To end it in good order would cancel its neighbours.
+            _crash()
 
 
 if __name__ == "__main__":

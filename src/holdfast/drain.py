@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -58,6 +58,7 @@ class Drain:
         self._settling: set[str] = set()
         """Queues that are being seen to: one call at a time each, and none waits for another."""
         self._tasks: asyncio.TaskGroup | None = None
+        self._one_settled = asyncio.Event()
         self._ending = asyncio.Event()
         self._give_up_at: float | None = None
 
@@ -65,6 +66,12 @@ class Drain:
     def busy(self) -> bool:
         """Something waits, or is on its way."""
         return bool(self._waiting or self._settling)
+
+    async def settled(self, queues: Collection[str]) -> None:
+        """Until nothing of these queues waits, or is on its way."""
+        while any(queue in self._waiting or queue in self._settling for queue in queues):
+            self._one_settled.clear()
+            await self._one_settled.wait()
 
     def put(self, queue: str, outcome: Outcome) -> None:
         self._waiting.setdefault(queue, []).append(outcome)
@@ -98,6 +105,7 @@ class Drain:
         while outcomes := self._waiting.pop(queue, None):
             await self._settle(queue, outcomes)
         self._settling.discard(queue)
+        self._one_settled.set()
         self._idle()
 
     async def _settle(self, queue: str, outcomes: list[Outcome]) -> None:

@@ -10,7 +10,7 @@ import contextvars
 import inspect
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -253,6 +253,37 @@ async def perform(
         seconds = asyncio.get_running_loop().time() - started
         ended = await _after(job, ended, handler, around, arguments, value, seconds)
     return ended
+
+
+class Stepped:
+    """Awaits a coroutine, and says when each of its steps begins and ends."""
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Ended], begins: Callable[[], None], ends: Callable[[], None]
+    ) -> None:
+        self._coroutine = coroutine
+        self._begins, self._ends = begins, ends
+
+    def __await__(self) -> Generator[Any, None, Ended]:
+        steps = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            self._begins()
+            try:
+                wish = next(steps) if error is None else steps.throw(error)
+            except StopIteration as returned:
+                ended: Ended = returned.value
+                return ended
+            finally:
+                self._ends()
+            try:
+                yield wish
+                error = None
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as thrown:
+                error = thrown
 
 
 async def _with_payload(failure: Failure, handler: Handler, around: Surroundings) -> Failure:

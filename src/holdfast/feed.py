@@ -98,7 +98,7 @@ class Feed:
             now = loop.time()
             for order in self._fleet.plan(now):
                 self._go(self._claim(order), "claim")
-            if self._burst and self._is_idle(now):
+            if self._burst and self._is_idle():
                 return
             await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
 
@@ -108,9 +108,9 @@ class Feed:
         self._going.add(task)
         task.add_done_callback(self._going.discard)
 
-    def _is_idle(self, now: float) -> bool:
+    def _is_idle(self) -> bool:
         """Every queue said that it has nothing, and nothing goes on."""
-        return self._fleet.next_claim_at(now) == NEVER and not (self._fleet.claiming or self._busy())
+        return self._fleet.idle and not (self._fleet.claiming or self._busy())
 
     async def _until_changed(self, seconds: float) -> None:
         try:

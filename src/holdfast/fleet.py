@@ -86,6 +86,8 @@ class Served(msgspec.Struct):
     """Plans in which it had work, and its next job did not fit."""
     blocks_since: float = NEVER
     """Since when others are held back for it."""
+    rests_until: float = 0.0
+    """Until when nothing is claimed, whatever is heard."""
     claim_at: float = 0.0
     """When to claim from it next; in the past if it may have work now, `NEVER` if nothing is known of any."""
 
@@ -152,6 +154,11 @@ class Fleet:
         if queue in self._served:
             self._served[queue].woken = True
             self._served[queue].claim_at = 0.0
+
+    def rest(self, queue: str, until: float) -> None:
+        """Its jobs were given back at once: to claim them again at once would help nobody."""
+        if queue in self._served:
+            self._served[queue].rests_until = until
 
     def sleep(self, queue: str) -> None:
         """It has no work after all."""
@@ -263,7 +270,11 @@ class Fleet:
 
     def plan(self, now: float) -> list[Order]:
         """What to claim. No two orders are for one queue, and together they fit."""
-        due = [queue for queue in self._served.values() if queue.claim_at <= now and not queue.asked]
+        due = [
+            queue
+            for queue in self._served.values()
+            if queue.claim_at <= now and not queue.asked and queue.rests_until <= now
+        ]
         if not due:
             return []
         frees = self._frees()
@@ -304,7 +315,13 @@ class Fleet:
     def next_claim_at(self, now: float) -> float:
         """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
         end."""
-        return min((queue.claim_at for queue in self._served.values() if queue.claim_at > now), default=NEVER)
+        times = [max(queue.claim_at, queue.rests_until) for queue in self._served.values()]
+        return min((at for at in times if at > now), default=NEVER)
+
+    @property
+    def idle(self) -> bool:
+        """No queue is known to have work, now or later."""
+        return all(queue.claim_at == NEVER for queue in self._served.values())
 
     def full(self) -> list[str]:
         """Queues that have no room. From any thread."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.fleet import Terms
 from holdfast.jobs import Job
@@ -55,6 +56,8 @@ class Start(Message, frozen=True):
     number: int
     queue: str
     job: Job
+    id: bytes | None
+    """The job's id, if it is no text: then the job has none. See `without_odd_id`."""
 
 
 class Stop(Message, frozen=True):
@@ -70,6 +73,7 @@ class Happened(Message, frozen=True):
     """For the app's hooks."""
 
     event: RunEvent
+    id: bytes | None
 
 
 class Trouble(Message, frozen=True):
@@ -135,6 +139,16 @@ FromChild = Hello | Broken | Done | Refused | Progress | Pong
 M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+V = TypeVar("V", Job, RunEvent)
+
+
+def without_odd_id(value: V) -> tuple[V, bytes | None]:
+    """An id may be any bytes, and msgpack carries only text as text: such an id travels beside its job."""
+    if value.id.isascii():
+        return value, None
+    return replace(value, id=""), value.id.encode("utf-8", "surrogateescape")
 
 
 def frame_limit(max_payload: int | None) -> int:

@@ -8,10 +8,10 @@ killed. It keeps its place in the capacity until it ends by itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast.execution import CurrentJob, Handler, Surroundings, interrupted, perform
 from holdfast.fleet import Fleet, Terms
@@ -35,7 +35,10 @@ class Runner(Generic[K]):
         *,
         ended: Callable[[K, Ended], None],
         reported: Callable[[K, bytes], None],
+        steps: Callable[[K, Coroutine[Any, Any, Ended]], Awaitable[Ended]] | None = None,
     ) -> None:
+        """`steps` may put something around each run."""
+        self._steps = steps
         self.resources: object = None
         """What the app's lifespan has made."""
         self._around = around
@@ -46,7 +49,10 @@ class Runner(Generic[K]):
 
     def start(self, key: K, handler: Handler, job: Job) -> None:
         current = CurrentJob(handler.queue, job, partial(self._reported, key), self.resources)
-        task = asyncio.get_running_loop().create_task(perform(job, current, handler, self._around, self._threads))
+        run = perform(job, current, handler, self._around, self._threads)
+        if self._steps is not None:
+            run = _awaited(self._steps(key, run))
+        task = asyncio.get_running_loop().create_task(run)
         self._going[key] = (task, current)
         task.add_done_callback(partial(self._done, key))
 
@@ -66,6 +72,10 @@ class Runner(Generic[K]):
         _, current = self._going.pop(key)
         error = None if task.cancelled() else task.exception()
         self._ended(key, interrupted(error, current) if task.cancelled() or error else task.result())
+
+
+async def _awaited(run: Awaitable[Ended]) -> Ended:
+    return await run
 
 
 class Inline(Executor):

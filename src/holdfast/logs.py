@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from holdfast.frames import Logs
+from holdfast.text import printable
 
 FORMATS = ("text", "json")
 
@@ -33,7 +34,10 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # Half a character, from an id that is no text.
+            return msgspec.json.encode({key: printable(str(value)) for key, value in line.items()}).decode()
 
 
 def set_up(logs: Logs) -> None:

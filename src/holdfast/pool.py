@@ -35,6 +35,7 @@ from holdfast.frames import (
     Stop,
     Trouble,
     frame_limit,
+    without_odd_id,
 )
 from holdfast.policy import Crashed, Ended, Raised, Stopped, TimedOut, is_suspect
 from holdfast.processes import Process
@@ -46,6 +47,10 @@ CAPACITY = 100
 START_S = 60.0
 """How long a child may take to import the app."""
 PING_EVERY_S = 0.25
+IDLE_PINGS = 4
+"""A child in which nothing runs is asked every so many times."""
+LOST_S = 5.0
+"""A child that has not answered for so long, and had nothing to do when it was asked, is of no use."""
 DEAF_S = 1.0
 """A child that has not answered for so long is deaf: it gets nothing new, and while it drains it is killed."""
 PART_S = 10.0
@@ -93,6 +98,8 @@ class Child:
         self.idle_since = 0.0
         self.pinged_at: float | None = None
         """When it was asked something that it has not answered."""
+        self.step: tuple[int, int] = (0, 0)
+        """What its loop was at when we last looked."""
         self.killed = False
         """We ended it, and it is not its fault."""
         self.over = asyncio.Event()
@@ -103,6 +110,11 @@ class Child:
     @property
     def open(self) -> bool:
         return self.hello is not None and not self.draining and not self.over.is_set()
+
+    def is_at_something(self) -> bool:
+        """Has it begun any of its runs?"""
+        begun = self.process.steps.begun
+        return any(number <= begun for number in self.runs)
 
     def misbehave(self, cause: str) -> None:
         """It is over because of what it did, however it ends now."""
@@ -151,6 +163,7 @@ class Pool(Executor):
         self._in_hand: deque[Run] = deque()
         """Runs that wait for a room."""
         self._told: deque[Happened | Trouble] = deque(maxlen=MAX_TOLD)
+        self._teller: Child | None = None
         self._hello: Hello | None = None
         self._attached = False
         self._pause_s = RESTART_S[0]
@@ -250,9 +263,9 @@ class Pool(Executor):
             self._could_not_start(error, first)
         finally:
             how = await child.process.bury(0.0 if child.killed else EXIT_S)
+            self._buried(child, how)
             child.link.close()
             child.process.close()
-            self._buried(child, how)
 
     async def _greeted(self, child: Child) -> Hello:
         """What the child says of the app, once it has loaded it."""
@@ -276,17 +289,21 @@ class Pool(Executor):
                 first.set_exception(error)
         elif not self._closing.is_set():
             log.error("a child process does not start, those that run go on: %s", error)
-            self._restart_at = asyncio.get_running_loop().time() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, RESTART_S[1])
+            self._wait_before_the_next()
             if self._reload is not None:
                 self._reload.cancel()
+
+    def _wait_before_the_next(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._restart_at:  # Several at one moment are one trouble.
+            self._restart_at = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RESTART_S[1])
 
     def _opened(self, child: Child, hello: Hello) -> None:
         child.hello = hello
         self._turned.set()
         child.link.limit = frame_limit(hello.max_payload)
         child.idle_since = asyncio.get_running_loop().time()
-        self._pause_s = RESTART_S[0]
         log.info("child %d is ready%s", child.process.pid, ", for suspects" if child.spare else "")
         if self._attached:
             self._take_in(child)
@@ -401,10 +418,17 @@ class Pool(Executor):
         crashed = not child.killed and child.leaving_at is None
         if crashed or (child.runs and not child.killed):
             log.error("child %d has died with %d runs: %s", child.process.pid, len(child.runs), why)
+        if crashed and not child.taken:
+            self._wait_before_the_next()  # It was no handler's doing: the next one may end likewise.
         error = JobError(type="Crashed", kind="stall", message=f"its process died: {why}")
-        for run in list(child.runs.values()):
+        blamed = child.runs.get(child.step[0]) if child.step == child.process.steps.read() else None
+        begun = child.process.steps.begun
+        for number, run in list(child.runs.items()):
             del self._by_run[run]
-            self._finish(run, _what_became_of(run, error, killed=child.killed))
+            if number > begun and run.stopping is None:
+                self._finish(run, Stopped("not_started"))
+            else:
+                self._finish(run, _what_became_of(run, error, blamed, killed=child.killed))
         if self._attached and child.hello is not None:
             self._fleet.drop(child.number)
             self._fill()
@@ -416,21 +440,26 @@ class Pool(Executor):
 
     async def _watch(self) -> None:
         """Ask the children whether they are there, and see to those that shall go."""
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(PING_EVERY_S)
             now = asyncio.get_running_loop().time()
             for child in list(self._children.values()):
                 if child.hello is None or child.over.is_set():
                     continue
+                child.step = child.process.steps.read()
                 if child.link.part_since is not None and now >= child.link.part_since + PART_S:
                     child.misbehave("it sent half a frame, and no more")
                     continue
                 if child.open and self._attached:
                     self._fleet.hears(child.number, not self._is_deaf(child, now))
-                if child.pinged_at is None and (child.runs or child.draining):
+                if child.pinged_at is None and (child.runs or child.draining or number % IDLE_PINGS == 0):
                     child.pinged_at = now
                     child.link.send(Ping())
                 self._see_to(child)
+                if child.pinged_at is not None and now >= child.pinged_at + LOST_S and not child.is_at_something():
+                    log.warning("child %d does not answer, and has nothing to do: it is replaced", child.process.pid)
+                    self._drain(child)
+                    self._end(child)
                 if child.spare and not child.runs and now >= child.idle_since + SPARE_IDLE_S:
                     self._drain(child)
             self._fill()
@@ -471,6 +500,7 @@ class Pool(Executor):
         if run is None:  # It is no run of this child's: a process in which a handler ran may say anything.
             return False
         del self._by_run[run]
+        self._pause_s = RESTART_S[0]
         self._finish(run, ended)
         return True
 
@@ -493,6 +523,8 @@ class Pool(Executor):
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
+        if run.terms.policy.exclusive and self._has_another_of(run):
+            return False
         alone = is_suspect(run.job, run.terms.policy)
         room = self._fleet.find_room(run.queue, alone=alone)
         if room is None:
@@ -502,10 +534,15 @@ class Pool(Executor):
         child.runs[child.taken] = run
         self._by_run[run] = (child, child.taken)
         self._began(run, room, alone=alone)
-        child.link.send(Start(child.taken, run.queue, run.job))
+        job, id = without_odd_id(run.job)
+        child.link.send(Start(child.taken, run.queue, job, id))
         if self._max_jobs is not None and child.taken >= self._max_jobs:
             self._wear_out(child, f"it was given {child.taken} jobs")
         return True
+
+    def _has_another_of(self, run: Run) -> bool:
+        """Does an earlier run of the same job go on here, whose lease was lost? It is about to be killed."""
+        return any(other.job.id == run.job.id and other.queue == run.queue for other in self._by_run)
 
     def _place_those_in_hand(self) -> None:
         for run in list(self._in_hand):
@@ -536,10 +573,7 @@ class Pool(Executor):
 
     def _past_its_grace(self, run: Run) -> None:
         child, _ = self._by_run[run]
-        if run.stopping == "lease_lost" and run.terms.policy.exclusive:
-            self._kill(run)  # Another may run already. Every moment counts.
-        else:
-            self._doom(child)
+        self._doom(child)
 
     def _kill(self, run: Run) -> None:
         if run in self._by_run:
@@ -555,7 +589,7 @@ class Pool(Executor):
 
     def _tell(self, event: RunEvent) -> None:
         """An event for the app's own hooks, which are where its code is."""
-        self._told.append(Happened(event))
+        self._told.append(Happened(*without_odd_id(event)))
         self._flush_told()
 
     async def trouble(self, error: BaseException, where: str) -> None:
@@ -567,11 +601,15 @@ class Pool(Executor):
             log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
 
     def _flush_told(self) -> None:
-        for child in self._children.values():
-            if child.open and not child.spare and child.pinged_at is None:
-                while self._told:
-                    child.link.send(self._told.popleft())
-                return
+        """One child tells the hooks, so that they hear things in order; another one only when it is gone. While it does
+        not answer, it is waited for."""
+        if self._teller is None or not self._teller.open:
+            open = (child for child in self._children.values() if child.open and not child.spare)
+            self._teller = next(open, None)
+        now = asyncio.get_running_loop().time()
+        if self._teller is not None and not self._is_deaf(self._teller, now):
+            while self._told:
+                self._teller.link.send(self._told.popleft())
 
     # New code
 
@@ -608,10 +646,12 @@ def _takes_no_more(child: Child) -> bool:
     return not child.open
 
 
-def _what_became_of(run: Run, error: JobError, *, killed: bool) -> Ended:
-    """What a run ended in whose process is dead: it was told to stop, or a neighbour was why, or nobody knows."""
+def _what_became_of(run: Run, error: JobError, blamed: Run | None, *, killed: bool) -> Ended:
+    """What a run ended in whose process is dead: it was told to stop, or a neighbour was why, or nobody knows. In a
+    process whose loop was blocked by one run, none of the others could end in time."""
     if run.stopping == "timeout":
-        return TimedOut(timed_out())
+        innocent = blamed is not None and blamed.overdue and blamed is not run
+        return Stopped("neighbour") if innocent else TimedOut(timed_out())
     if run.stopping is not None:
         return Stopped(run.stopping)
     return Stopped("neighbour") if killed else Crashed(error)

@@ -8,13 +8,17 @@ connection ended.
 from __future__ import annotations
 
 import asyncio
+import errno
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from holdfast.errors import OptionError
 
@@ -26,34 +30,80 @@ GROUP_LOOKS, LOOK_S = 100, 0.01
 _in_child = False
 
 
+class Steps:
+    """Which run an event loop is at, and which it has begun, in memory that parent and child share: it can be read when
+    the loop is blocked, and when its process can do nothing more at all."""
+
+    SIZE = 24
+
+    def __init__(self, page: int) -> None:
+        self._page = mmap.mmap(page, self.SIZE)
+        self._bytes = memoryview(self._page)
+        self._now = self._bytes.cast("Q")
+
+    def begin(self, number: int) -> None:
+        """A step of run `number` begins. Runs have rising numbers, and begin in that order."""
+        now = self._now
+        now[1] += 1
+        now[0] = number
+        if number > now[2]:
+            now[2] = number
+
+    def end(self) -> None:
+        self._now[0] = 0
+
+    def read(self) -> tuple[int, int]:
+        """The run whose step is going on, 0 if none is; and which step that is."""
+        return self._now[0], self._now[1]
+
+    @property
+    def begun(self) -> int:
+        """The last run that has begun."""
+        return self._now[2]
+
+    def close(self) -> None:
+        self._now.release()
+        self._bytes.release()
+        self._page.close()
+
+
 class Process:
     """A child process, and our end of the way to it."""
 
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. `name` is shown by ps."""
+        """Start `python -m module`. `name` is shown by ps. The child is told three file descriptors: its end of the
+        socket pair, its lifeline, and a page of memory that both see."""
         if _in_child:
             raise OptionError(
                 "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
             )
-        self.end, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        try:
+        self._exited = asyncio.Event()
+        with ExitStack() as ours, ExitStack() as theirs:
+            self.end, end = socket.socketpair()
+            ours.callback(self.end.close)
+            theirs.callback(end.close)
+            lifeline, self._lifeline = os.pipe()
+            ours.callback(os.close, self._lifeline)
+            theirs.callback(os.close, lifeline)
+            page = theirs.enter_context(tempfile.TemporaryFile())
+            page.truncate(Steps.SIZE)
+            self.steps = Steps(page.fileno())
+            ours.callback(self.steps.close)
+            given = (end.fileno(), lifeline, page.fileno())
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", module, str(theirs.fileno()), str(lifeline), str(os.getpid()), name],
+                [sys.executable, "-m", module, *map(str, given), str(os.getpid()), name],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), lifeline),
+                pass_fds=given,
                 process_group=0,
             )
-        except BaseException:
-            self.end.close()
-            os.close(self._lifeline)
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline)
-        self.pid = self._process.pid
-        self._exited = asyncio.Event()
-        self._pidfd = -1
+            self.pid = self._process.pid
+            try:
+                self._pidfd = _pidfd(self.pid)
+            except OSError:
+                self.kill()
+                self._process.wait()
+                raise
+            self._ours = ours.pop_all()
 
     def watch(self, exited: Callable[[], None]) -> None:
         """Have `exited` called when the process has ended."""
@@ -63,14 +113,14 @@ class Process:
             exited()
 
         loop = asyncio.get_running_loop()
-        if hasattr(os, "pidfd_open"):
-            self._pidfd = os.pidfd_open(self.pid)
+        if self._pidfd is not None:
+            pidfd = self._pidfd
 
             def ready() -> None:
-                loop.remove_reader(self._pidfd)
+                loop.remove_reader(pidfd)
                 end()
 
-            loop.add_reader(self._pidfd, ready)
+            loop.add_reader(pidfd, ready)
             return
 
         def wait() -> None:
@@ -108,17 +158,11 @@ class Process:
 
     def close(self) -> None:
         """Let go of what is left of it here."""
-        if self._pidfd >= 0:
-            try:
-                asyncio.get_running_loop().remove_reader(self._pidfd)
-            except RuntimeError:
-                pass  # No loop, nothing to take it out of.
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
-            self._pidfd = -1
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
-        self.end.close()
+            self._pidfd = None
+        self._ours.close()
 
     async def _until_the_group_is_gone(self) -> None:
         """Those in the group are not our children: we cannot wait for them, only look."""
@@ -136,16 +180,28 @@ def _group_lives(number: int) -> bool:
         return False
     if sys.platform != "linux":
         return True
-    for folder in os.scandir("/proc"):
-        if folder.name.isdigit():
+    for name in os.listdir("/proc"):
+        if name.isdigit():
             try:
-                with open(f"/proc/{folder.name}/stat") as file:
-                    state, _, group = file.read().rpartition(")")[2].split()[:3]
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    state, _, group = file.read().rpartition(b")")[2].split()[:3]
             except OSError:
                 continue  # It has just ended.
-            if int(group) == number and state not in "ZX":
+            if int(group) == number and state not in (b"Z", b"X"):
                 return True
     return False
+
+
+def _pidfd(pid: int) -> int | None:
+    """What becomes readable when the process ends; None where there is no such thing."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return None  # A sandbox.
+        raise
 
 
 def said_of(returncode: int | None) -> str:

@@ -147,8 +147,8 @@ class Executor(ABC):
     def _kill(self, run: Run) -> None:
         """A run must be gone now, whatever that costs."""
 
-    def stop(self, run: Run, why: Why, *, grace_s: float | None = None, kill_at: float | None = None) -> None:
-        """Have a run end. The first reason counts. It has its `cancel_grace`, or less; at `kill_at` it is killed."""
+    def stop(self, run: Run, why: Why, *, kill_at: float | None = None) -> None:
+        """Have a run end. The first reason counts. It has its `cancel_grace`; at `kill_at` it is killed."""
         if run.done:
             return
         loop = asyncio.get_running_loop()
@@ -157,10 +157,7 @@ class Executor(ABC):
         if run.stopping is not None:
             return
         run.stopping = why
-        longest_s = run.terms.policy.cancel_grace_ms / 1000
-        run.timers.append(
-            loop.call_later(longest_s if grace_s is None else min(grace_s, longest_s), self._is_late, run)
-        )
+        run.timers.append(loop.call_later(run.terms.policy.cancel_grace_ms / 1000, self._is_late, run))
         self._ask(run, why)
 
     def _is_late(self, run: Run) -> None:

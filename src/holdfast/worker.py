@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import itertools
 import logging
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Self
 from holdfast.beat import Beat
 from holdfast.drain import GIVE_UP_S, Drain, Outcome
 from holdfast.errors import OptionError
-from holdfast.events import Kind
+from holdfast.events import LOOK_EVERY_S, Kind
 from holdfast.exceptions import as_data
 from holdfast.execution import timed_out
 from holdfast.feed import Feed
@@ -31,12 +32,15 @@ from holdfast.policy import Ended, Policy, Raised, Stopped, TimedOut, admit, dec
 from holdfast.runs import Executor, Listener, OnEvent, Run, RunEvent
 from holdfast.storage import Storage
 from holdfast.storage.checks import FAILED_SUFFIX
+from holdfast.text import printable
 from holdfast.version import VERSION
 
 log = logging.getLogger("holdfast.worker")
 jobs_log = logging.getLogger("holdfast.jobs")
 """One line for each thing that happens to a job."""
 
+MAX_NAMED_BYTES = 48_000
+"""Of the queues that a worker serves, so much is in its record."""
 QUICK_S = 1.0
 """The most that a run gets to end when a stop is to be quick."""
 
@@ -81,6 +85,7 @@ class Worker:
         self._runs: dict[tuple[str, str, int], Run] = {}
         """What we hold: claimed, and not yet settled."""
         self._ended_one = asyncio.Event()
+        self._broken: asyncio.Future[None]
         self._stop_asked = asyncio.Event()
         self._quick = asyncio.Event()
         self._beat: Beat | None = None
@@ -171,6 +176,7 @@ class Worker:
         """Everything that goes on in this worker. Feed and drain end by themselves, so that nothing that was claimed or
         has ended is left lying."""
         log.info("worker %s serves %s", self.name, ", ".join(self.queues))
+        self._broken = asyncio.get_running_loop().create_future()
         beat = self._make_beat() if self._beats else None
         if beat is not None:
             beat.start()
@@ -178,7 +184,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 drain = tasks.create_task(self._drain.run())
                 telling = tasks.create_task(self._teller.run())
-                watching = tasks.create_task(self._executor.watch())
+                watching = tasks.create_task(self._watch())
                 if self._stop_asked.is_set():
                     feed.stop()
                 await feed.run()
@@ -199,15 +205,15 @@ class Worker:
     # Queues
 
     def adopt(self) -> None:
-        """Serve what the executor runs now, on its terms: at the start, and after code was loaded anew."""
-        before = set(self._terms)
-        self._terms = {terms.queue: terms for terms in self._executor.terms}
-        chosen = choose(self._terms, self._patterns)
-        gone = (before & set(self._fleet.queues)) - set(chosen)
-        new = [queue for queue in chosen if queue not in before]
-        self._serve_these([*new, *(queue for queue in chosen if self._fleet.serves(queue))])
-        for queue in gone:
+        """Serve what the executor runs now, on its terms: at the start, and after code was loaded anew. What it cannot
+        run any more is left, even if nothing remains."""
+        before, self._terms = self._terms, {terms.queue: terms for terms in self._executor.terms}
+        for queue in set(self.queues) - set(self._terms):
             self._fleet.leave(queue)
+        chosen = choose(self._terms, self._patterns)
+        for queue in set(before) & set(self.queues) - set(chosen):
+            self._fleet.leave(queue)
+        self._serve_these(queue for queue in chosen if queue not in before or self._fleet.serves(queue))
 
     def serve(self, queues: str | Iterable[str]) -> list[str]:
         """Begin to serve these queues as well, by name or pattern. What is served then."""
@@ -222,6 +228,7 @@ class Worker:
             self._fleet.leave(queue)
         runs = [run for run in self._executor.runs if run.queue in names]
         await self._let_runs_end(runs, self._grace_s if grace is None else grace)
+        await self._drain.settled(names)
 
     def _serve_these(self, queues: Iterable[str]) -> None:
         for queue in queues:
@@ -250,6 +257,8 @@ class Worker:
 
     def _ended(self, run: Run, ended: Ended) -> None:
         self._ended_one.set()
+        if ended == Stopped("not_started") and run.stopping is None:
+            self._fleet.rest(run.queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
         self._changed()
         if run.held:
             self._judge(run, ended)
@@ -282,11 +291,16 @@ class Worker:
 
     async def _let_runs_end(self, runs: Sequence[Run], grace_s: float) -> None:
         """Give runs their grace, then stop them, then give them the time that each has to stop."""
-        await self._over_within(runs, grace_s, unless=self._quick)
+        await self._over_within(runs, grace_s)
         for run in runs:
-            self._executor.stop(run, "shutdown", grace_s=QUICK_S if self._quick.is_set() else None)
+            self._executor.stop(run, "shutdown")
         longest_s = max((run.terms.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
         await self._over_within(runs, longest_s + self._executor.gone_s + 0.1)
+        if self._quick.is_set():
+            kill_at = asyncio.get_running_loop().time() + QUICK_S
+            for run in runs:
+                self._executor.stop(run, "shutdown", kill_at=kill_at)
+            await self._over_within(runs, 2 * QUICK_S, even_if_quick=True)
         for run in runs:
             if run.done or not run.held:
                 continue
@@ -295,12 +309,13 @@ class Worker:
             else:
                 self._judge(run, Stopped("shutdown"))
 
-    async def _over_within(self, runs: Sequence[Run], seconds: float, unless: asyncio.Event | None = None) -> None:
+    async def _over_within(self, runs: Sequence[Run], seconds: float, *, even_if_quick: bool = False) -> None:
+        """Until these runs are over, or their time is, or no more time is to be lost."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         try:
             async with asyncio.timeout_at(deadline):
-                while not all(run.done for run in runs) and not (unless and unless.is_set()):
+                while not all(run.done for run in runs) and (even_if_quick or not self._quick.is_set()):
                     self._ended_one.clear()
                     await self._ended_one.wait()
         except TimeoutError:
@@ -322,6 +337,7 @@ class Worker:
             kill=lambda run, by: self._executor.stop(run, "lease_lost", kill_at=by),
             evict=self._evicted,
             trouble=self._beat_trouble,
+            died=self._beat_died,
         )
         return self._beat
 
@@ -332,11 +348,17 @@ class Worker:
         log.warning("worker %s lost its lease of job %r in %s", self.name, run.job.id, run.queue)
         run.held = False
         del self._runs[run.key]
-        self._executor.stop(run, "lease_lost")
+        kill_at = None
+        if (
+            run.terms.policy.exclusive
+        ):  # Another may run already. Every moment counts, whatever it was stopped for before.
+            grace_s = 0.0 if run.overdue else run.terms.policy.cancel_grace_ms / 1000
+            kill_at = asyncio.get_running_loop().time() + grace_s
+        self._executor.stop(run, "lease_lost", kill_at=kill_at)
 
     def _facts(self) -> Facts:
         return {
-            "queues": self.queues[:1000],
+            "queues": _as_many_as_fit(self.queues),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "version": VERSION,
@@ -353,6 +375,21 @@ class Worker:
 
     def _beat_trouble(self, error: BaseException) -> None:
         log.warning("worker %s could not say that it is alive: %s", self.name, error)
+
+    def _beat_died(self, error: BaseException) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(RuntimeError(f"the heartbeat of worker {self.name} has ended: {error!r}"))
+
+    async def _watch(self) -> None:
+        """Wait, and raise if something that all depends on has broken down."""
+        executor = asyncio.ensure_future(self._executor.watch())
+        try:
+            await asyncio.wait([executor, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            executor.cancel()
+        for broken in (executor, self._broken):
+            if broken.done() and not broken.cancelled():
+                broken.result()
 
     # What became of it
 
@@ -373,11 +410,11 @@ class Worker:
                 self._log(event)
 
     def _log(self, event: RunEvent) -> None:
-        said = "" if event.error is None else f": {event.error.type}: {event.error.message}"[:300]
+        said = "" if event.error is None else f": {printable(str(event.error))[:300]}"
         jobs_log.log(
             logging.WARNING if event.kind in (Kind.FAILED, Kind.STALLED, Kind.TIMED_OUT) else logging.INFO,
             "%s %s of %s, attempt %d, %.3f s%s",
-            *(event.kind, event.id, event.queue, event.attempt, event.seconds, said),
+            *(event.kind, printable(event.id), event.queue, event.attempt, event.seconds, said),
             extra={
                 "facts": {
                     "event": event.kind,
@@ -400,6 +437,12 @@ class Worker:
     def _changed(self) -> None:
         if self._feed is not None:
             self._feed.changed()
+
+
+def _as_many_as_fit(names: Sequence[str]) -> list[str]:
+    """The names that a worker's record has room for."""
+    sizes = itertools.accumulate(len(name) + 4 for name in names)
+    return [name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMED_BYTES]
 
 
 def default_worker_name() -> str:

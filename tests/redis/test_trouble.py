@@ -312,8 +312,7 @@ async def test_who_asks_again_after_no_answer_learns_what_became_of_the_first_ca
         assert await stage.complete(claimed[0]) is Settled.OK
         assert await stage.complete(claimed[0]) is Settled.LOST
         await _given_up(own, lambda: stage.enqueue("c"))
-        assert (await stage.enqueue("c")).placed is Placed.NEW
-        assert (await stage.enqueue("c")).placed is Placed.DUPLICATE
+        assert (await stage.enqueue("c")).placed is Placed.DUPLICATE  # It may be meant anew: nobody can tell.
         assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 1, "completed": 1}
         assert await stage.problems() == []
 

@@ -12,19 +12,11 @@ SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 LAYERS = [
-    *(("version", "errors"), ("clock",), ("jobs",), ("events",), ("machine",), ("options",), ("policy",), ("fleet",)),
-    *(("storage",), ("waiters",), ("codec",), ("arguments", "exceptions"), ("runs",), ("execution",), ("hooks",)),
-    *(("processes", "frames"), ("inline", "pool"), ("beat", "drain"), ("feed",), ("worker",), ("targets", "logs")),
-    *(
-        ("connection",),
-        ("lease",),
-        ("task", "queue", "sync"),
-        ("app",),
-        ("child", "testing"),
-        ("pytest_plugin",),
-        ("cli",),
-        ("__main__",),
-    ),
+    *(("version", "text", "errors"), ("clock",), ("jobs",), ("events",), ("machine",), ("options",), ("policy",)),
+    *(("fleet",), ("storage",), ("waiters",), ("codec",), ("arguments", "exceptions"), ("runs",), ("execution",)),
+    *(("hooks",), ("processes", "frames"), ("inline", "pool"), ("beat", "drain"), ("feed",), ("worker",)),
+    *(("targets", "logs"), ("connection",), ("lease",), ("task", "queue", "sync"), ("app",), ("child", "testing")),
+    *(("pytest_plugin",), ("cli",), ("__main__",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""
 PURE = ["errors", "jobs", "events", "machine", "options", "policy", "fleet"]

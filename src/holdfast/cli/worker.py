@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import click
 
@@ -24,7 +26,19 @@ from holdfast.storage.checks import check_worker
 from holdfast.targets import load, split
 from holdfast.worker import Worker, default_worker_name
 
+MAX_GRACE_S = 86_400.0
+
 log = logging.getLogger("holdfast.worker")
+
+
+class Number(click.FloatRange):
+    """A number, and no nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 class Size(click.ParamType[int]):
@@ -38,7 +52,10 @@ class Size(click.ParamType[int]):
         told = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
         if told is None:
             self.fail(f"{value!r} is no size: write 200M or 1.5G", param, ctx)
-        return int(float(told[1]) * 1024 ** " KMGT".index(told[2].upper() or " "))
+        size = int(float(told[1]) * 1024 ** " KMGT".index(told[2].upper() or " "))
+        if size < 1:
+            self.fail(f"{value!r} is too little", param, ctx)
+        return size
 
 
 @click.command()
@@ -52,7 +69,7 @@ class Size(click.ParamType[int]):
 @click.option("--name", help="The worker's name.  [default: host, process and a random part]")
 @click.option(
     "--lease",
-    type=click.FloatRange(MIN_LEASE_MS / 1000, MAX_LEASE_MS / 1000),
+    type=Number(MIN_LEASE_MS / 1000, MAX_LEASE_MS / 1000),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -60,7 +77,7 @@ class Size(click.ParamType[int]):
 )
 @click.option(
     "--grace",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_GRACE_S),
     default=25.0,
     show_default=True,
     metavar="SECONDS",
@@ -117,10 +134,10 @@ def worker(
       2  a mistake in the command line, or the app cannot be loaded
       3  the storage cannot be reached
     """
-    if inline and (processes or max_jobs or max_memory):
+    if inline and any(option is not None for option in (processes, max_jobs, max_memory)):
         raise click.UsageError("--inline has no child processes: leave --processes, --max-jobs and --max-memory out")
     split(target)
-    name = name or default_worker_name()
+    name = default_worker_name() if name is None else name
     check_worker(name)
     logs = Logs(log_format, log_level)
     set_up(logs)

@@ -24,8 +24,9 @@ from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
 
 TRY_AGAIN_S = 0.05
 """How long to wait while a slot is on its way between two nodes."""
-REPEATED = frozenset({"claim", "settle", "enqueue"})
-"""A caller who got no answer asks again. Not `extend`: an earlier one's answer says nothing of now."""
+REPEATED = frozenset({"claim", "settle"})
+"""Who makes such a call and gets no answer asks for the same again. Of an enqueue nobody knows whether it is meant
+anew, and the answer to an earlier `extend` says nothing of now."""
 KEYS = (
     *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
