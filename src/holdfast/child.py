@@ -185,8 +185,8 @@ def _crash() -> NoReturn:
 
 
 def _take_signals() -> None:
-    """Let signals pass us by; but what a handler forks is ended by them, as any process. One that comes while it is being
-    forked is kept until it is seen to."""
+    """Let signals pass us by; but what a handler forks is ended by them, as any process. One that comes while it is
+    being forked is kept until it is seen to."""
     for number in SIGNALS:  # Not SIG_IGN: programs that handlers start would inherit that.
         signal.signal(number, _let_it_pass)
     mask = threading.local()

@@ -118,6 +118,8 @@ class Fleet:
         for queue in served:
             self.serve(queue)
         self._plans = 0
+        self._held: dict[int, str] = {}
+        """Rooms that are kept for a queue whose jobs have not fitted anywhere for long, until one does."""
         self._claims = 0
         self._in_hand = 0
 
@@ -278,12 +280,12 @@ class Fleet:
         if not due:
             return []
         frees = self._frees()
-        ready = self._without_the_blocked(due, frees, now)
-        if not ready:
+        orders = self._fill_held_rooms(due, frees, now)
+        ready = self._without_the_blocked([queue for queue in due if not queue.places], frees, now)
+        if not (ready or orders):
             return []
         self._plans += 1
-        runs_left = self._runs_left()
-        orders: list[Order] = []
+        runs_left = self._runs_left() - len(orders)
         tiers = sorted({queue.priority for queue in ready}, reverse=True)
         if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
             below = [queue for queue in ready if queue.priority < tiers[0]]
@@ -389,7 +391,9 @@ class Fleet:
             if not self._crowded(queue, frees):
                 continue
             queue.passed_over += 1
-            if queue.passed_over >= LOWER_FIRST_EVERY:
+            if queue.passed_over >= LOWER_FIRST_EVERY and len(frees) > 1:
+                self._hold_a_room(queue, frees, now)
+            elif queue.passed_over >= LOWER_FIRST_EVERY:
                 queue.blocks_since = min(queue.blocks_since, now)
                 if now - queue.blocks_since > MAX_BLOCK_S:
                     queue.passed_over, queue.blocks_since = 0, NEVER
@@ -398,6 +402,34 @@ class Fleet:
             if queue.passed_over >= LOWER_FIRST_EVERY**2:
                 return []
         return [queue for queue in ready if queue.priority > blocked_by]
+
+    def _hold_a_room(self, queue: Served, frees: dict[int, int], now: float) -> None:
+        """Give the emptiest room to nobody else, until a job of this queue fits into it."""
+        if queue.queue not in self._held.values():
+            emptiest = max(frees, key=frees.__getitem__)
+            self._held[emptiest] = queue.queue
+            queue.blocks_since = now
+            del frees[emptiest]
+
+    def _fill_held_rooms(self, due: Sequence[Served], frees: dict[int, int], now: float) -> list[Order]:
+        """Orders for queues whose room has become free enough. What is held and is not, is not there for others."""
+        orders: list[Order] = []
+        for number, name in list(self._held.items()):
+            queue = self._served.get(name)
+            if queue is None or queue not in due or number not in frees:
+                del self._held[number]  # It found room elsewhere, or has no work; or the room is gone.
+            elif now - queue.blocks_since > MAX_BLOCK_S:
+                del self._held[number]
+                queue.passed_over, queue.blocks_since = 0, NEVER
+            elif frees[number] >= queue.size and self._has_slot(queue):
+                del self._held[number]
+                frees[number] -= queue.size
+                queue.places.append((number, queue.size))
+                self._rooms[number].reserved += queue.size
+                orders.append(Order(name, 1))
+            else:
+                del frees[number]
+        return orders
 
     def _share(self, tier: Sequence[Served], frees: dict[int, int], runs_left: int) -> list[Order]:
         """Equal parts for the queues of one priority; what one leaves goes to those after it. The queue with the

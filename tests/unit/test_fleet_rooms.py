@@ -91,3 +91,45 @@ def test_a_queue_in_which_nothing_waits_any_more_holds_nobody_back() -> None:
     fleet.wake("large")
     assert fleet.crowded(0.0) == ["large"]
     assert quick_claims(fleet, 1) == 1  # It begins to be passed over anew.
+
+
+def test_a_larger_job_of_a_lower_queue_gets_a_room_of_its_own_kept_free() -> None:
+    """However busy the higher queue keeps both rooms, ten units at a time."""
+    low, high = Served("low", size=30, priority=1), Served("high")
+    fleet = Fleet(100, [low, high], rooms=(1, 2))
+    rooms: list[int] = []
+    for _ in range(20):
+        room = fleet.find_room("high")
+        assert room is not None
+        fleet.started("high", room)
+        rooms.append(room)
+    for queue in ("low", "high"):
+        fleet.claimed(queue, 1, 1, 0.0)
+    plans = 0
+    while fleet.find_room("low") is None or not low.asked:
+        fleet.ended("high", rooms.pop(0))  # One ends, and another one comes.
+        plans += 1
+        assert plans < 3 * LOWER_FIRST_EVERY
+        for order in fleet.plan(0.0):
+            if order.queue == "high":
+                for _ in range(order.limit):
+                    room = fleet.find_room("high")
+                    assert room is not None
+                    fleet.started("high", room)
+                    rooms.append(room)
+                fleet.claimed("high", order.limit, order.limit, 0.0)
+    assert low.asked == 1
+
+
+def test_a_room_is_not_kept_for_a_queue_that_has_no_work_after_all() -> None:
+    low, high = Served("low", size=60, priority=1), Served("high", size=50)
+    fleet = Fleet(100, [low, high], rooms=(1, 2))
+    for room in (1, 2):
+        fleet.started("high", room)
+    for _ in range(2 * LOWER_FIRST_EVERY):
+        for order in fleet.plan(0.0):
+            fleet.claimed(order.queue, order.limit, 0, 0.0)
+    assert [(order.queue, order.limit) for order in fleet.plan(0.0)] == [("high", 1)]  # The other one is kept.
+    fleet.claimed("high", 1, 0, 0.0)
+    fleet.sleep("low")
+    assert [(order.queue, order.limit) for order in fleet.plan(0.0)] == [("high", 2)]
