@@ -171,7 +171,11 @@ class Child:
     def _orphaned(self, why: str) -> None:
         """The parent is gone, or a handler has closed our connection: either way nobody hears us. What handlers have
         started ends, too."""
-        os.killpg(0, signal.SIGKILL)
+        try:
+            os.killpg(os.getpid(), signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # A handler has moved us to another group, which is none of our business.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _let_it_pass(number: int, frame: object) -> None:

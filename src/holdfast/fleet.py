@@ -18,6 +18,8 @@ LOWER_FIRST_EVERY = 16
 """Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
 times is waited for."""
 MAX_CLAIM = 250
+MAX_SUSPECTS = 10
+"""With so many jobs of a queue in hand that wait for a spare room, no more of it are claimed."""
 MAX_BLOCK_S = 60.0
 """For so long others are held back so that a large job finds room."""
 NEVER = float("inf")
@@ -39,7 +41,7 @@ class Room(msgspec.Struct):
 
     capacity: int
     spare: bool = False
-    """Only for runs that must be alone."""
+    """For one run at a time, that must be alone."""
     used: int = 0
     runs: int = 0
     running: dict[str, int] = {}
@@ -52,8 +54,6 @@ class Room(msgspec.Struct):
     """It takes more runs."""
     deaf: bool = False
     """It does not answer at the moment: better give it nothing."""
-    alone: bool = False
-    """The run in it must have no neighbours."""
 
     @property
     def free(self) -> int:
@@ -61,7 +61,7 @@ class Room(msgspec.Struct):
 
     @property
     def takes(self) -> bool:
-        return self.open and not (self.spare or self.alone or self.deaf)
+        return self.open and not (self.spare or self.deaf)
 
 
 class Served(msgspec.Struct):
@@ -78,6 +78,8 @@ class Served(msgspec.Struct):
     """In which plan it last had an order."""
     in_hand: int = 0
     """Jobs that were claimed and wait for a room."""
+    suspects: int = 0
+    """Those of them that wait for a spare one."""
     asked: int = 0
     """Jobs of a claim that is on its way. There is one at a time."""
     places: list[tuple[int, int]] = []
@@ -204,11 +206,11 @@ class Fleet:
         self._rooms[number].deaf = not hears
 
     def find_room(self, queue: str, *, alone: bool = False) -> int | None:
-        """A room for the next run of this queue, the emptiest; for one that must be alone, one in which nothing
+        """A room for the next run of this queue, the emptiest; for one that must be alone, a spare one in which nothing
         runs."""
         if alone:
-            empty = [number for number, room in self._rooms.items() if room.open and not room.deaf and not room.runs]
-            return min(empty, key=lambda number: not self._rooms[number].spare, default=None)
+            spare = (n for n, room in self._rooms.items() if room.spare and room.open and not (room.deaf or room.runs))
+            return next(spare, None)
         served = self._find(queue)
         while served.places:
             number = self._take_back_a_place(served)
@@ -219,13 +221,12 @@ class Fleet:
         fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
         return -max(fits)[1] if fits else None
 
-    def started(self, queue: str, room: int = 0, *, alone: bool = False) -> None:
+    def started(self, queue: str, room: int = 0) -> None:
         served, place = self._find(queue), self._rooms[room]
         served.running += 1
         place.used += served.size
         place.runs += 1
         place.running[queue] = place.running.get(queue, 0) + 1
-        place.alone = alone
         self.runs += 1
 
     def gave_up(self, queue: str, room: int = 0) -> None:
@@ -239,22 +240,24 @@ class Fleet:
         place.used -= served.size
         place.runs -= 1
         place.running[queue] -= 1
-        place.alone = False
         self.runs -= 1
         if given_up:
             place.stuck[queue] -= 1
         self._drop_if_over(room)
         self._forget_if_over(served)
 
-    def take_in_hand(self, queue: str) -> None:
+    def take_in_hand(self, queue: str, *, alone: bool = False) -> None:
         """A job was claimed and finds no room: it waits for one."""
-        self._find(queue).in_hand += 1
+        served = self._find(queue)
+        served.in_hand += 1
+        served.suspects += alone
         self._in_hand += 1
 
-    def out_of_hand(self, queue: str) -> None:
+    def out_of_hand(self, queue: str, *, alone: bool = False) -> None:
         """It has found one, or was given back."""
         served = self._find(queue)
         served.in_hand -= 1
+        served.suspects -= alone
         self._in_hand -= 1
         self._forget_if_over(served)
 
@@ -275,7 +278,7 @@ class Fleet:
         due = [
             queue
             for queue in self._served.values()
-            if queue.claim_at <= now and not queue.asked and queue.rests_until <= now
+            if queue.claim_at <= now and queue.rests_until <= now and not queue.asked and queue.suspects < MAX_SUSPECTS
         ]
         if not due:
             return []
@@ -313,6 +316,7 @@ class Fleet:
         self._claims -= served.asked > 0
         served.asked = 0
         served.claim_at = 0.0 if got >= asked or served.woken else claim_at
+        self._forget_if_over(served)
 
     def next_claim_at(self, now: float) -> float:
         """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
@@ -345,7 +349,7 @@ class Fleet:
         frees = {number: room.free for number, room in list(self._rooms.items()) if room.takes}
         if self._in_hand:
             for queue in [*self._served.values(), *self._leaving.values()]:
-                _take(frees, queue.size, queue.in_hand)
+                _take(frees, queue.size, queue.in_hand - queue.suspects)
         return frees
 
     def _reserve(self, served: Served, frees: dict[int, int], count: int) -> None:
@@ -362,7 +366,8 @@ class Fleet:
     def _runs_left(self) -> int:
         if self._most is None:
             return MAX_CLAIM * len(self._served)
-        return self._most - self.runs - self._in_hand - sum(queue.asked for queue in list(self._served.values()))
+        asked = sum(queue.asked for queue in [*self._served.values(), *self._leaving.values()])
+        return self._most - self.runs - self._in_hand - asked
 
     def _fitting(self, queue: Served, frees: dict[int, int]) -> int:
         """How many jobs of a queue fit."""

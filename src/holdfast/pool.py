@@ -166,6 +166,7 @@ class Pool(Executor):
         self._teller: Child | None = None
         self._hello: Hello | None = None
         self._attached = False
+        self._winding_down = False
         self._pause_s = RESTART_S[0]
         self._restart_at = 0.0
         self._reload: asyncio.Task[None] | None = None
@@ -198,6 +199,9 @@ class Pool(Executor):
         assert self._main is not None
         await asyncio.shield(self._main)
 
+    def wind_down(self) -> None:
+        self._winding_down = True
+
     @property
     def hello(self) -> Hello:
         """What the newest child has said of the app."""
@@ -217,8 +221,11 @@ class Pool(Executor):
         async with asyncio.TaskGroup() as self._tasks:
             self._spawn(first=first)
             watching = self._tasks.create_task(self._watch())
-            await self._closing.wait()
-            watching.cancel()
+            try:
+                await self._closing.wait()
+            finally:
+                self._closing.set()
+                watching.cancel()
             for child in list(self._children.values()):
                 self._leave(child)
             patience = self._tasks.create_task(self._kill_those_who_stay())
@@ -245,7 +252,14 @@ class Pool(Executor):
             FromChild, partial(self._received, child), child.misbehave, child.end, partial(self._unsendable, child)
         )
         self._children[child.number] = child
-        self._tasks.create_task(self._keep(child, first), name=f"holdfast child {process.pid}")
+        keeping = self._keep(child, first)
+        try:
+            self._tasks.create_task(keeping, name=f"holdfast child {process.pid}")
+        except RuntimeError:  # The group takes no more: we are about to end.
+            keeping.close()
+            process.kill()
+            process.close()
+            del self._children[child.number]
 
     async def _keep(self, child: Child, first: asyncio.Future[Hello] | None) -> None:
         """The life of a child: from its start to its certain death."""
@@ -261,6 +275,11 @@ class Pool(Executor):
         except (CannotStart, OptionError) as error:
             child.killed = True
             self._could_not_start(error, first)
+        except BaseException:  # The pool is cancelled: nothing may be left of it, and there may be no time to wait.
+            self._closing.set()
+            child.killed = True
+            child.process.kill()
+            raise
         finally:
             how = await child.process.bury(0.0 if child.killed else EXIT_S)
             self._buried(child, how)
@@ -274,14 +293,12 @@ class Pool(Executor):
                 await self._until(lambda: child.answered is not None or child.over.is_set())
         except TimeoutError:
             child.end(f"it was not ready within {START_S:g} s")
-        match child.answered:
-            case Hello() as hello:
-                return hello
-            case Broken(message, mistake):
-                raise OptionError(message) if mistake else CannotStart(message)
-            case None:
-                why = child.cause or "it ended"
-                raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
+        if isinstance(child.answered, Broken):
+            raise (OptionError if child.answered.mistake else CannotStart)(child.answered.message)
+        if child.answered is None or child.over.is_set():
+            why = await child.process.bury(EXIT_S) or child.cause
+            raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
+        return child.answered
 
     def _could_not_start(self, error: HoldfastError, first: asyncio.Future[Hello] | None) -> None:
         if first is not None:
@@ -326,7 +343,7 @@ class Pool(Executor):
 
     def _fill(self) -> None:
         """Have as many children as there shall be. One that is worn counts as gone: its successor comes first."""
-        if self._closing.is_set() or not self._attached:
+        if self._closing.is_set() or self._winding_down or not self._attached:
             return
         there = sum(not (c.spare or c.worn or c.draining or c.over.is_set()) for c in self._children.values())
         if asyncio.get_running_loop().time() >= self._restart_at:
@@ -519,7 +536,7 @@ class Pool(Executor):
     def start(self, run: Run) -> None:
         if not self._place(run):
             self._in_hand.append(run)
-            self._fleet.take_in_hand(run.queue)
+            self._fleet.take_in_hand(run.queue, alone=is_suspect(run.job, run.terms.policy))
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
@@ -533,7 +550,7 @@ class Pool(Executor):
         child.taken += 1
         child.runs[child.taken] = run
         self._by_run[run] = (child, child.taken)
-        self._began(run, room, alone=alone)
+        self._began(run, room)
         job, id = without_odd_id(run.job)
         child.link.send(Start(child.taken, run.queue, job, id))
         if self._max_jobs is not None and child.taken >= self._max_jobs:
@@ -547,18 +564,21 @@ class Pool(Executor):
     def _place_those_in_hand(self) -> None:
         for run in list(self._in_hand):
             if self._place(run):
-                self._in_hand.remove(run)
-                self._fleet.out_of_hand(run.queue)
+                self._let_go(run)
         self._start_spares()
 
+    def _let_go(self, run: Run) -> None:
+        self._in_hand.remove(run)
+        self._fleet.out_of_hand(run.queue, alone=is_suspect(run.job, run.terms.policy))
+
     def _start_spares(self) -> None:
-        """A run that must be alone gets a child of its own, if none is empty. There are never more spare ones than
-        others."""
+        """A run that must be alone gets a spare child, so that others do not wait for it. There are never more of those
+        than of others."""
         suspects = sum(is_suspect(run.job, run.terms.policy) for run in self._in_hand)
         spares = [child for child in self._children.values() if child.spare and not child.draining]
         coming = sum(child.hello is None for child in spares)
         late = asyncio.get_running_loop().time() < self._restart_at
-        if not (late or self._closing.is_set()):
+        if not (late or self._closing.is_set() or self._winding_down):
             for _ in range(min(suspects - coming, self._processes - len(spares))):
                 self._spawn(spare=True)
 
@@ -567,8 +587,7 @@ class Pool(Executor):
             child, number = self._by_run[run]
             child.link.send(Stop(number, why))
         else:
-            self._in_hand.remove(run)
-            self._fleet.out_of_hand(run.queue)
+            self._let_go(run)
             self._finish(run, Stopped("not_started"))
 
     def _past_its_grace(self, run: Run) -> None:

@@ -113,6 +113,9 @@ class Executor(ABC):
     async def watch(self) -> None:
         """Wait, and raise if it breaks down."""
 
+    def wind_down(self) -> None:  # noqa: B027 -- most have nothing to do.
+        """The worker stops: begin nothing that is not needed for what runs."""
+
     @abstractmethod
     async def close(self) -> None:
         """Let everything go."""
@@ -165,11 +168,11 @@ class Executor(ABC):
             run.overdue = True
             self._past_its_grace(run)
 
-    def _began(self, run: Run, room: int, *, alone: bool = False) -> None:
+    def _began(self, run: Run, room: int) -> None:
         loop = asyncio.get_running_loop()
         run.room, run.started_at = room, loop.time()
         self._runs.add(run)
-        self._fleet.started(run.queue, room, alone=alone)
+        self._fleet.started(run.queue, room)
         limit_ms = timeout_ms(run.job, run.terms.policy)
         if limit_ms is not None:
             run.timers.append(loop.call_later(limit_ms / 1000, self.stop, run, "timeout"))

@@ -68,7 +68,8 @@ def _import(module: str, target: str) -> ModuleType:
 def _failed(module: str, error: BaseException) -> str:
     """The user's own frames, without those of the import machinery."""
     told = traceback.TracebackException.from_exception(error)
-    own = [frame for frame in told.stack if "importlib" not in frame.filename and frame.filename != __file__]
+    ours = str(Path(__file__).parent)
+    own = [frame for frame in told.stack if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
     told.stack = traceback.StackSummary.from_list(own)
     return f"module {module} could not be imported:\n{''.join(told.format()).rstrip()}"
 

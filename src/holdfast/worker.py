@@ -91,6 +91,7 @@ class Worker:
         self._beat: Beat | None = None
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
+        self._entered = False
         if executor.terms:
             self.adopt()
 
@@ -112,8 +113,9 @@ class Worker:
     # From start to end
 
     async def __aenter__(self) -> Self:
-        if self._main is not None:
-            raise OptionError(f"worker {self.name} has run already: make another with app.worker()")
+        if self._entered:
+            raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
+        self._entered = True
         try:
             await self._executor.open()
             self._stack.push_async_callback(self._executor.close)
@@ -189,6 +191,7 @@ class Worker:
                     feed.stop()
                 await feed.run()
                 self._stop_asked.set()
+                self._executor.wind_down()
                 await self._let_runs_end(self._executor.runs, self._grace_s)
                 self._drain.end()
                 await drain
@@ -290,7 +293,11 @@ class Worker:
             self._beat.nudge()
 
     async def _let_runs_end(self, runs: Sequence[Run], grace_s: float) -> None:
-        """Give runs their grace, then stop them, then give them the time that each has to stop."""
+        """Give runs their grace, then stop them, then give them the time that each has to stop. Those that have not
+        begun need none."""
+        for run in runs:
+            if run.started_at is None:
+                self._executor.stop(run, "shutdown")
         await self._over_within(runs, grace_s)
         for run in runs:
             self._executor.stop(run, "shutdown")
@@ -397,13 +404,14 @@ class Worker:
         """Let the leases go."""
         now = asyncio.get_running_loop().time()
         told = bool(self._teller.hooks) or jobs_log.isEnabledFor(logging.INFO)
+        usual = (Complete, Release)
         for outcome, reply in outcomes:
             run = outcome.run
             if run is not None:
                 self._runs.pop(run.key, None)
             if reply is Settled.LOST:
                 log.warning("job %r of %s is another's: what this run gave is refused", outcome.job.id, queue)
-            elif reply is Settled.OK and told:
+            elif reply is Settled.OK and (told or not isinstance(outcome.settlement, usual)):
                 started_at = None if run is None else run.started_at
                 event = _event_of(queue, outcome, 0.0 if started_at is None else now - started_at)
                 self._teller.event(event)

@@ -305,15 +305,16 @@ async def test_who_asks_again_after_no_answer_learns_what_became_of_the_first_ca
     async with opened(f"{own.url}?timeout=0.5") as stage:
         for id in "ab":
             await stage.enqueue(id)
-        await _given_up(own, lambda: stage.claim(1))
-        claimed = await stage.claim(2)
-        assert [(job.id, job.attempts) for job in claimed] == [("a", 1)]  # The first one's, though two were asked for.
+        await _given_up(own, lambda: stage.claim(2))
+        claimed = await stage.claim(1)
+        assert [(job.id, job.attempts) for job in claimed] == [("a", 2)]  # What came too late was given back first.
+        assert (await stage.the("b")).state is State.WAITING
         await _given_up(own, lambda: stage.complete(claimed[0]))
         assert await stage.complete(claimed[0]) is Settled.OK
         assert await stage.complete(claimed[0]) is Settled.LOST
         await _given_up(own, lambda: stage.enqueue("c"))
         assert (await stage.enqueue("c")).placed is Placed.DUPLICATE  # It may be meant anew: nobody can tell.
-        assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 1, "completed": 1}
+        assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 3, "released": 2, "completed": 1}
         assert await stage.problems() == []
 
 

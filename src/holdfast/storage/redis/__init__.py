@@ -34,6 +34,7 @@ from holdfast.jobs import (
     Lease,
     Orders,
     Page,
+    Release,
     Repaired,
     Request,
     Run,
@@ -69,7 +70,7 @@ from holdfast.storage.redis.records import (
 )
 from holdfast.storage.redis.servers import Servers
 from holdfast.storage.redis.stats import queue_stats, worker_stats
-from holdfast.storage.redis.wire import Argument
+from holdfast.storage.redis.wire import Argument, Reply
 
 log = logging.getLogger("holdfast.redis")
 
@@ -248,7 +249,16 @@ class RedisStorage(CheckedStorage):
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
         self._check_open()
-        reply, _ = await self._calls.ask(self._key(queue), "claim", (limit, worker, lease_ms))
+        reply, late = await self._calls.claim(self._key(queue), (limit, worker, lease_ms))
+        claim = await self._read_claim(queue, reply, worker, lease_ms)
+        if not late:
+            return claim
+        if claim.jobs:  # They were claimed for somebody who has given up: who knows how much is left of their leases.
+            released = [Release(job.id, job.run.fence) for job in claim.jobs if job.run is not None]
+            await self._settle(queue, released, worker)
+        return await self._claim(queue, limit, worker, lease_ms)
+
+    async def _read_claim(self, queue: str, reply: Reply, worker: str, lease_ms: int) -> Claim:
         now, next_run_at, next_sweep_at, paused, flat, fences, skew = reply
         time = QueueTime(now, skew=skew)
         jobs: list[Job] = []

@@ -38,7 +38,7 @@ KEYS = (
 class Ask:
     """A caller's part of a call: some items, for a verb with certain options."""
 
-    __slots__ = ("count", "future", "items", "options", "size", "verb")
+    __slots__ = ("count", "future", "items", "options", "repeats", "size", "verb")
 
     def __init__(
         self, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int, size: int
@@ -48,6 +48,8 @@ class Ask:
         self.items = items
         self.count = count
         self.size = size
+        self.repeats = False
+        """It was sent as the repetition of one that nobody waits for any more."""
         self.future: asyncio.Future[tuple[Reply, int]] = asyncio.get_running_loop().create_future()
 
 
@@ -97,6 +99,7 @@ class Line:
         before = self._unanswered.pop(verb, None)
         if before is not None and _same(verb, before, args):
             args = before  # The same number again: it is done once, and now its answer is heard.
+            batch[0].repeats = True
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
         number = self._numbers[verb]
@@ -104,7 +107,8 @@ class Line:
 
     def _done(self, verb: str, batch: list[Ask], args: tuple[Argument, ...], reply: Reply) -> None:
         self._busy.discard(verb)
-        if isinstance(reply, StorageUnavailable) and verb in REPEATED:
+        refused = isinstance(reply, Exception) and isinstance(reply.__cause__, ServerError)
+        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not refused:
             self._unanswered[verb] = args
         start = 0
         for ask in batch:
@@ -118,7 +122,7 @@ class Line:
 
 
 def _same(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
-    """Does a call ask for what another asked for? A claim does if it is the same worker's: how many jobs may differ."""
+    """Does a call ask for what another asked for? A claim does if it is the same worker's, for any number of jobs."""
     return before[1:] == now[1:] if verb == "claim" else before == now
 
 
@@ -145,10 +149,18 @@ class Calls:
     ) -> tuple[Reply, int]:
         """Make a call that changes something. Its reply, and where in it this caller's items begin. With a count of
         items it may travel with others of its kind."""
+        return await self._answer(key, Ask(verb, options, items, count, size))
+
+    async def claim(self, key: str, options: tuple[Argument, ...]) -> tuple[Reply, bool]:
+        """Make a claim. Its reply, and whether that is an earlier one's: of one that got no answer at the time."""
+        ask = Ask("claim", options, (), 0, 0)
+        reply, _ = await self._answer(key, ask)
+        return reply, ask.repeats
+
+    async def _answer(self, key: str, ask: Ask) -> tuple[Reply, int]:
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = Line(self, key)
-        ask = Ask(verb, options, items, count, size)
         line.ask(ask)
         try:
             return await ask.future

@@ -1,0 +1,313 @@
+"""What goes over a link arrives once and in order, however it is cut into pieces; what is no frame ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import JobError
+from holdfast.frames import (
+    MAX_FRAME_BYTES,
+    Begin,
+    Done,
+    FromChild,
+    Leave,
+    Link,
+    Pong,
+    Progress,
+    encode,
+    frame_limit,
+    receive,
+)
+from holdfast.policy import Raised, Returned
+from tests.app.conftest import until
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
+
+UNSENDABLE = Done(7, Raised(JobError(type="E", message="m", details=2**70)))
+
+
+class Ear:
+    """A link, and what it has told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.broken: list[str] = []
+        self.lost: list[str] = []
+        self.unsent: list[tuple[Any, Exception]] = []
+        self.link: Link[FromChild] = Link(
+            FromChild,
+            received=self.heard.extend,
+            broken=self.broken.append,
+            lost=self.lost.append,
+            unsendable=lambda *told: self.unsent.append(told),
+        )
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[Ear, socket.socket]]:
+    """A link, and a bare socket at its other end."""
+    ear = Ear()
+    here, there = socket.socketpair()
+    await ear.link.connect(here)
+    yield ear, there
+    ear.link.close()
+    there.close()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Ear, Ear]]:
+    """Two links that are connected."""
+    one, other = Ear(), Ear()
+    for ear, end in zip((one, other), socket.socketpair(), strict=True):
+        await ear.link.connect(end)
+    yield one, other
+    one.link.close()
+    other.link.close()
+    await asyncio.sleep(0)
+
+
+def frame(*messages: Any) -> bytes:
+    (data,) = encode(list(messages))
+    return data
+
+
+async def test_a_frame_may_come_byte_by_byte(ends: tuple[Ear, socket.socket]) -> None:
+    ear, there = ends
+    data = frame(Pong(1), Progress(2, b"half"))
+    for at in range(len(data)):
+        assert ear.heard == []
+        there.sendall(data[at : at + 1])
+        await asyncio.sleep(0.001)
+    await until(lambda: ear.heard == [Pong(1), Progress(2, b"half")])
+    assert ear.broken == []
+
+
+async def test_frames_may_be_split_anywhere(ends: tuple[Ear, socket.socket]) -> None:
+    ear, there = ends
+    data = frame(Pong(1)) + frame(Pong(2), Pong(3)) + frame(Pong(4))
+    for at in range(1, len(data)):
+        ear.heard.clear()
+        there.sendall(data[:at])
+        await until(lambda: bool(ear.heard) or ear.link.part_since is not None)
+        there.sendall(data[at:])
+        await until(lambda: len(ear.heard) == 4)
+        assert ear.heard == [Pong(1), Pong(2), Pong(3), Pong(4)]
+        assert ear.link.part_since is None
+    assert ear.broken == []
+
+
+async def test_a_link_knows_since_when_it_has_half_a_frame(ends: tuple[Ear, socket.socket]) -> None:
+    ear, there = ends
+    assert ear.link.part_since is None
+    began = asyncio.get_running_loop().time()
+    there.sendall(frame(Pong(1))[:3])
+    await until(lambda: ear.link.part_since is not None)
+    first = ear.link.part_since
+    assert first is not None
+    assert first >= began
+    there.sendall(frame(Pong(1))[3:5])
+    await asyncio.sleep(0.05)
+    assert ear.link.part_since == first  # A few more bytes are no frame.
+    there.sendall(frame(Pong(1))[5:] + frame(Pong(2))[:3])
+    await until(lambda: ear.heard == [Pong(1)])
+    assert ear.link.part_since > first  # This is the half of another one.
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (struct.pack("!I", MAX_FRAME_BYTES + 1), f"it announced a frame of {MAX_FRAME_BYTES + 1} bytes"),
+        (b"\xff" * 100, "it announced a frame of 4294967295 bytes"),
+        (struct.pack("!I", 0), "it sent what is no frame"),
+        (struct.pack("!I", 5) + b"hello", "it sent what is no frame"),
+        (struct.pack("!I", 1) + b"\xc1", "it sent what is no frame"),
+        (struct.pack("!I", 200_000) + b"\x91" * 200_000, "it sent what is no frame"),
+        (frame(Begin("1", "w", "t", [], None)), "it sent what is no frame"),
+        (frame(Leave()), "it sent what is no frame"),
+        (frame(["Pong", "many"]), "it sent what is no frame"),
+        (frame(["Done", 1, {"type": "none of ours"}]), "it sent what is no frame"),
+        (frame(["Progress", 1, "\ud800".encode("utf-8", "surrogatepass")]) + b"\x00\x00\x00\x00", "no frame"),
+    ],
+    ids=["too long", "ones", "empty", "text", "reserved", "deep", "begin", "leave", "type", "union", "then empty"],
+)
+async def test_what_is_no_frame_ends_the_link(ends: tuple[Ear, socket.socket], data: bytes, says: str) -> None:
+    ear, there = ends
+    there.sendall(data)
+    await until(lambda: bool(ear.broken))
+    assert says in ear.broken[0]
+    there.settimeout(5)
+    assert there.recv(1) == b""
+
+
+async def test_what_came_before_garbage_counts_and_what_comes_after_it_does_not(
+    ends: tuple[Ear, socket.socket],
+) -> None:
+    ear, there = ends
+    there.sendall(frame(Pong(1)) + struct.pack("!I", 1) + b"\xc1" + frame(Pong(2)))
+    await until(lambda: bool(ear.broken))
+    await asyncio.sleep(0.02)
+    assert ear.heard == [Pong(1)]
+
+
+@pytest.mark.parametrize("sent", [0, 2, 6])
+async def test_half_a_frame_and_the_end_is_the_end(ends: tuple[Ear, socket.socket], sent: int) -> None:
+    ear, there = ends
+    there.sendall(frame(Pong(1))[:sent])
+    there.close()
+    await until(lambda: bool(ear.lost))
+    assert (ear.lost, ear.broken, ear.heard) == (["it closed its connection"], [], [])
+
+
+async def test_what_is_said_in_one_turn_travels_in_one_frame(ends: tuple[Ear, socket.socket]) -> None:
+    ear, there = ends
+    for number in range(100):
+        ear.link.send(Pong(number))
+    await asyncio.sleep(0)
+    (size,) = struct.unpack("!I", there.recv(4))
+    assert msgspec.msgpack.decode(there.recv(size), type=list[FromChild]) == [Pong(number) for number in range(100)]
+
+
+async def test_what_cannot_be_sent_is_told_and_its_companions_arrive_in_order(pair: tuple[Ear, Ear]) -> None:
+    one, other = pair
+    for message in (Pong(1), UNSENDABLE, Pong(2), UNSENDABLE, Pong(3)):
+        one.link.send(message)
+    await until(lambda: len(other.heard) == 3)
+    assert other.heard == [Pong(1), Pong(2), Pong(3)]
+    assert [message for message, _ in one.unsent] == [UNSENDABLE, UNSENDABLE]
+    assert one.broken == other.broken == []
+
+
+async def test_what_is_said_in_place_of_what_cannot_be_sent_arrives(pair: tuple[Ear, Ear]) -> None:
+    one, other = pair
+    link: Link[FromChild] = one.link
+    link._unsendable = lambda message, error: link.send(Progress(message.number, b"instead"))
+    for message in (UNSENDABLE, Pong(2)):
+        link.send(message)
+    await until(lambda: len(other.heard) == 2)
+    link.send(UNSENDABLE)
+    await until(lambda: len(other.heard) == 3)
+    assert other.heard == [Progress(7, b"instead"), Pong(2), Progress(7, b"instead")]
+
+
+async def test_messages_that_are_too_much_for_one_frame_travel_in_several(pair: tuple[Ear, Ear]) -> None:
+    one, other = pair
+    one.link.limit = other.link.limit = 1_000
+    said = [Progress(number, bytes(number * 10)) for number in range(90)]
+    for message in said:
+        one.link.send(message)
+    await until(lambda: len(other.heard) == len(said))
+    assert other.heard == said
+    assert other.broken == []
+
+
+async def test_one_message_that_is_too_long_costs_no_other(pair: tuple[Ear, Ear]) -> None:
+    one, other = pair
+    one.link.limit = other.link.limit = 1_000
+    said = [Pong(1), Progress(2, bytes(2_000)), Pong(3)]
+    for message in said:
+        one.link.send(message)
+    await until(lambda: len(other.heard) == 2)
+    assert other.heard == [Pong(1), Pong(3)]
+    ((message, error),) = one.unsent
+    assert message == said[1]
+    assert isinstance(error, OverflowError)
+
+
+async def test_megabytes_arrive_whole(pair: tuple[Ear, Ear]) -> None:
+    one, other = pair
+    said = [Done(number, Returned(bytes([number]) * 3_000_000)) for number in range(5)]
+    for message in said:
+        one.link.send(message)
+    await until(lambda: len(other.heard) == 5)
+    assert other.heard == said
+
+
+async def test_what_is_said_into_a_link_that_has_ended_is_lost_in_silence(ends: tuple[Ear, socket.socket]) -> None:
+    ear, there = ends
+    there.close()
+    await until(lambda: bool(ear.lost))
+    ear.link.send(Pong(1))
+    await asyncio.sleep(0.01)
+    assert ear.unsent == []
+
+
+def test_as_few_frames_as_there_can_be() -> None:
+    assert len(encode([Pong(1), Pong(2)])) == 1
+    assert len(encode([Progress(1, bytes(600)), Progress(2, bytes(600))], 1_000)) == 2
+    with pytest.raises(OverflowError, match="do not fit into a frame of 1000"):
+        encode([Pong(1), Progress(1, bytes(1_000))], 1_000)
+
+
+@pytest.mark.parametrize(("max_payload", "limit"), [(None, 1 << 26), (1 << 20, 1 << 26), (1 << 28, 1 << 30)])
+def test_a_frame_holds_the_largest_record(max_payload: int | None, limit: int) -> None:
+    assert frame_limit(max_payload) == limit
+
+
+@patient
+@given(st.lists(st.binary(max_size=40), max_size=5))
+def test_no_bytes_at_all_make_a_link_fail_in_another_way(pieces: list[bytes]) -> None:
+    async def feed() -> None:
+        ear = Ear()
+        for piece in pieces:
+            if not ear.broken:
+                ear.link.data_received(piece)
+
+    asyncio.run(feed())
+
+
+@patient
+@given(st.data())
+def test_messages_arrive_however_they_are_cut(data: st.DataObject) -> None:
+    said = data.draw(st.lists(st.builds(Progress, st.integers(0, 9), st.binary(max_size=30)), max_size=10))
+    stream = b"".join(frame(message) for message in said)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+
+    async def feed() -> None:
+        ear = Ear()
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            ear.link.data_received(stream[start:end])
+        assert (ear.heard, ear.broken, ear.link.part_since) == (said, [], None)
+
+    asyncio.run(feed())
+
+
+# The first message, before there is a loop
+
+
+def blocking(send: Callable[[socket.socket], None]) -> Any:
+    """What is received from a sender on another thread."""
+    here, there = socket.socketpair()
+    here.settimeout(10)
+    with here, there:
+        sender = threading.Thread(target=send, args=(there,))
+        sender.start()
+        try:
+            return receive(here, Begin)
+        finally:
+            sender.join()
+
+
+def test_the_first_message_is_received_without_a_loop() -> None:
+    begin = Begin("1", "w", "tasks:app", ["/x" * 100] * 5_000, None)
+    assert blocking(lambda end: end.sendall(frame(begin))) == begin
+
+
+@pytest.mark.parametrize("sent", [0, 2, 9])
+def test_a_first_message_that_breaks_off_is_the_end(sent: int) -> None:
+    def send(end: socket.socket) -> None:
+        end.sendall(frame(Begin("1", "w", "tasks:app", [], None))[:sent])
+        end.close()
+
+    with pytest.raises(EOFError):
+        blocking(send)
