@@ -49,7 +49,7 @@ from holdfast.hooks import Teller
 from holdfast.inline import Runner
 from holdfast.logs import set_up
 from holdfast.policy import Ended, Raised, TimedOut
-from holdfast.processes import Steps, die_with, memory
+from holdfast.processes import Steps, die_with, map_page, memory
 from holdfast.targets import load
 from holdfast.version import VERSION
 
@@ -77,7 +77,7 @@ class Child:
         self._runner: Runner[int] = Runner(
             self._inside.around, THREADS, ended=self._ended, reported=self._progressed, steps=self._stepped
         )
-        self._teller = Teller(self._inside.on_event, self._inside.around.trouble)
+        self._teller = Teller(self._inside.on_event, self._inside.around.trouble, on_threads=True)
 
     async def serve(self, end: socket.socket) -> None:
         """Until told to leave."""
@@ -216,8 +216,7 @@ def main() -> None:
     end = socket.socket(fileno=end_number)
     end.set_inheritable(False)
     os.set_inheritable(lifeline, False)
-    steps = Steps(page)
-    os.close(page)
+    steps = map_page(page)
     try:
         begin = receive(end, Begin)
     except EOFError:

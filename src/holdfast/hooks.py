@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -17,7 +18,10 @@ Trouble = Callable[[BaseException, str], Awaitable[None]]
 class Teller:
     """Calls hooks, one after the other."""
 
-    def __init__(self, hooks: Sequence[OnEvent], trouble: Trouble) -> None:
+    def __init__(self, hooks: Sequence[OnEvent], trouble: Trouble, *, on_threads: bool = False) -> None:
+        """`on_threads`: hooks that are not async are called on a thread, so that they do not hold up what else the loop
+        does."""
+        self._on_threads = on_threads
         self.hooks = list(hooks)
         self._trouble = trouble
         self._lines: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
@@ -39,7 +43,10 @@ class Teller:
                 continue
             for hook in self.hooks:
                 try:
-                    await awaited(hook(line))
+                    if self._on_threads and not inspect.iscoroutinefunction(hook):
+                        await awaited(await asyncio.to_thread(hook, line))
+                    else:
+                        await awaited(hook(line))
                 except (Exception, SystemExit) as error:
                     await self._trouble(error, f"on_event, for {line.kind} of job {line.id!r:.80}")
 

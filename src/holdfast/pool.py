@@ -57,6 +57,8 @@ PART_S = 10.0
 """Half a frame is waited for this long."""
 LEAVE_S = 5.0
 """How long a child may take to close what the app has opened."""
+REFUSED_S = 1.0
+"""A queue that a child does not know, because its code is another, is left alone for so long."""
 EXIT_S = 0.1
 """A child whose connection ended is about to exit, or a handler has closed it: this long we look which."""
 SPARE_IDLE_S = 10.0
@@ -113,8 +115,7 @@ class Child:
 
     def is_at_something(self) -> bool:
         """Has it begun any of its runs?"""
-        begun = self.process.steps.begun
-        return any(number <= begun for number in self.runs)
+        return any(self.process.steps.has_begun(number) for number in self.runs)
 
     def misbehave(self, cause: str) -> None:
         """It is over because of what it did, however it ends now."""
@@ -242,10 +243,10 @@ class Pool(Executor):
         try:
             process = Process("holdfast.child", self._begin.worker)
         except OSError as error:
-            self._could_not_start(CannotStart(f"a child process could not be started: {error}"), first)
+            self._could_not_start(CannotStart(f"a child process could not be started: {error}"), first, spare=spare)
             return
         except OptionError as error:
-            self._could_not_start(error, first)
+            self._could_not_start(error, first, spare=spare)
             return
         child = Child(next(self._numbers), process, self._is_over, spare=spare)
         child.link = Link(
@@ -274,7 +275,7 @@ class Pool(Executor):
             await child.over.wait()
         except (CannotStart, OptionError) as error:
             child.killed = True
-            self._could_not_start(error, first)
+            self._could_not_start(error, first, spare=child.spare)
         except BaseException:  # The pool is cancelled: nothing may be left of it, and there may be no time to wait.
             self._closing.set()
             child.killed = True
@@ -300,14 +301,14 @@ class Pool(Executor):
             raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
         return child.answered
 
-    def _could_not_start(self, error: HoldfastError, first: asyncio.Future[Hello] | None) -> None:
+    def _could_not_start(self, error: HoldfastError, first: asyncio.Future[Hello] | None, *, spare: bool) -> None:
         if first is not None:
             if not first.done():
                 first.set_exception(error)
         elif not self._closing.is_set():
             log.error("a child process does not start, those that run go on: %s", error)
             self._wait_before_the_next()
-            if self._reload is not None:
+            if self._reload is not None and not spare:
                 self._reload.cancel()
 
     def _wait_before_the_next(self) -> None:
@@ -325,7 +326,7 @@ class Pool(Executor):
         if self._attached:
             self._take_in(child)
             if not child.spare:
-                self._retire_one_that_is_worn()
+                self._retire_one_too_many()
             self._flush_told()
             self._place_those_in_hand()
             self._to.changed()
@@ -350,12 +351,11 @@ class Pool(Executor):
             for _ in range(self._processes - there):
                 self._spawn()
 
-    def _retire_one_that_is_worn(self) -> None:
-        there = sum(child.open and not child.spare for child in self._children.values())
-        for child in self._children.values():
-            if child.worn and child.open and there > self._processes:
-                self._drain(child)
-                return
+    def _retire_one_too_many(self) -> None:
+        """A successor has come: one that is worn goes, the oldest if none is."""
+        there = [child for child in self._children.values() if child.open and not child.spare]
+        if len(there) > self._processes:
+            self._drain(min(there, key=lambda child: (not child.worn, child.number)))
 
     async def _until(self, true: Callable[[], bool]) -> None:
         """Until something is so of the children."""
@@ -439,10 +439,10 @@ class Pool(Executor):
             self._wait_before_the_next()  # It was no handler's doing: the next one may end likewise.
         error = JobError(type="Crashed", kind="stall", message=f"its process died: {why}")
         blamed = child.runs.get(child.step[0]) if child.step == child.process.steps.read() else None
-        begun = child.process.steps.begun
         for number, run in list(child.runs.items()):
             del self._by_run[run]
-            if number > begun and run.stopping is None:
+            unsure = child.process.steps.has_begun(number) or run.terms.policy.at_most_once
+            if not unsure and run.stopping in (None, "timeout"):
                 self._finish(run, Stopped("not_started"))
             else:
                 self._finish(run, _what_became_of(run, error, blamed, killed=child.killed))
@@ -491,6 +491,7 @@ class Pool(Executor):
                 case Done(number, outcome):
                     ended = self._over(child, number, outcome) or ended
                 case Refused(number):
+                    self._fleet.rest(child.runs[number].queue, asyncio.get_running_loop().time() + REFUSED_S)
                     ended = self._over(child, number, Stopped("not_started")) or ended
                 case Progress(number, progress):
                     run = child.runs.get(number)
@@ -500,7 +501,7 @@ class Pool(Executor):
                 case Pong(memory):
                     child.pinged_at = None
                     self._flush_told()
-                    if self._max_memory is not None and memory > self._max_memory:
+                    if self._max_memory is not None and memory > self._max_memory and child.taken:
                         self._wear_out(child, f"it has {memory >> 20} MiB in memory")
                 case Hello() | Broken():
                     child.answered = child.answered or message
@@ -540,8 +541,6 @@ class Pool(Executor):
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
-        if run.terms.policy.exclusive and self._has_another_of(run):
-            return False
         alone = is_suspect(run.job, run.terms.policy)
         room = self._fleet.find_room(run.queue, alone=alone)
         if room is None:
@@ -556,10 +555,6 @@ class Pool(Executor):
         if self._max_jobs is not None and child.taken >= self._max_jobs:
             self._wear_out(child, f"it was given {child.taken} jobs")
         return True
-
-    def _has_another_of(self, run: Run) -> bool:
-        """Does an earlier run of the same job go on here, whose lease was lost? It is about to be killed."""
-        return any(other.job.id == run.job.id and other.queue == run.queue for other in self._by_run)
 
     def _place_those_in_hand(self) -> None:
         for run in list(self._in_hand):
@@ -643,8 +638,10 @@ class Pool(Executor):
         ok = not self._reload.cancelled()
         self._reload = None
         if not ok:
-            for child in old:
+            left = [child for child in old if child.open]
+            for child in left:
                 child.worn = False
+            log.error("the new code does not load: %d of %d children go on with the old one", len(left), len(old))
         return ok
 
     async def _roll(self, old: list[Child]) -> None:

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from contextlib import ExitStack
 from holdfast.errors import OptionError
 
 PR_SET_PDEATHSIG = 1
+F_SEAL_FUTURE_WRITE = 0x10
 GROUP_LOOKS, LOOK_S = 100, 0.01
 """How often to look whether the last process of a killed group is gone, and after how long again."""
 
@@ -32,39 +32,81 @@ _in_child = False
 
 class Steps:
     """Which run an event loop is at, and which it has begun, in memory that parent and child share: it can be read when
-    the loop is blocked, and when its process can do nothing more at all."""
+    the loop is blocked, and when its process can do nothing more at all.
+
+    The memory is sealed: a handler that writes to every file descriptor, or truncates it, must not change what is told
+    of it. Where there are no seals (Linux has them) there is no page, and nothing is known.
+    """
 
     SIZE = 24
 
-    def __init__(self, page: int) -> None:
-        self._page = mmap.mmap(page, self.SIZE)
-        self._bytes = memoryview(self._page)
-        self._now = self._bytes.cast("Q")
+    def __init__(self, page: mmap.mmap | None) -> None:
+        self._page = page
+        self._bytes = None if page is None else memoryview(page)
+        self._now = None if self._bytes is None else self._bytes.cast("Q")
 
     def begin(self, number: int) -> None:
         """A step of run `number` begins. Runs have rising numbers, and begin in that order."""
         now = self._now
-        now[1] += 1
-        now[0] = number
-        if number > now[2]:
-            now[2] = number
+        if now is not None:
+            now[1] += 1
+            now[0] = number
+            if number > now[2]:
+                now[2] = number
 
     def end(self) -> None:
-        self._now[0] = 0
+        if self._now is not None:
+            self._now[0] = 0
 
     def read(self) -> tuple[int, int]:
         """The run whose step is going on, 0 if none is; and which step that is."""
-        return self._now[0], self._now[1]
+        return (0, 0) if self._now is None else (self._now[0], self._now[1])
 
-    @property
-    def begun(self) -> int:
-        """The last run that has begun."""
-        return self._now[2]
+    def has_begun(self, number: int) -> bool:
+        """Has this run begun? It has, if nobody knows."""
+        return self._now is None or number <= self._now[2]
 
     def close(self) -> None:
-        self._now.release()
-        self._bytes.release()
-        self._page.close()
+        if self._now is not None and self._bytes is not None and self._page is not None:
+            self._now.release()
+            self._bytes.release()
+            self._page.close()
+            self._now = self._bytes = self._page = None
+
+
+def make_page() -> int:
+    """Memory to share with a child, as a file descriptor; -1 if there can be none."""
+    if sys.platform != "linux":
+        return -1
+    import fcntl
+
+    page = -1
+    try:
+        page = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(page, Steps.SIZE)
+        fcntl.fcntl(page, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        if page >= 0:
+            os.close(page)
+        return -1
+    return page
+
+
+def map_page(page: int) -> Steps:
+    """In the child: the page to write to, which from now on is written to in no other way."""
+    if page < 0 or sys.platform != "linux":
+        return Steps(None)
+    import fcntl
+
+    steps = Steps(mmap.mmap(page, Steps.SIZE))
+    try:
+        fcntl.fcntl(page, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError:  # An old kernel. What could be overwritten is not to be relied on.
+        steps.begin(2**63)  # As far as anybody can tell, everything has begun.
+        steps.end()
+        steps.close()
+    os.close(page)
+    return steps
 
 
 class Process:
@@ -85,15 +127,16 @@ class Process:
             lifeline, self._lifeline = os.pipe()
             ours.callback(os.close, self._lifeline)
             theirs.callback(os.close, lifeline)
-            page = theirs.enter_context(tempfile.TemporaryFile())
-            page.truncate(Steps.SIZE)
-            self.steps = Steps(page.fileno())
+            page = make_page()
+            if page >= 0:
+                theirs.callback(os.close, page)
+            self.steps = Steps(None if page < 0 else mmap.mmap(page, Steps.SIZE, access=mmap.ACCESS_READ))
             ours.callback(self.steps.close)
-            given = (end.fileno(), lifeline, page.fileno())
+            given = (end.fileno(), lifeline, page)
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", module, *map(str, given), str(os.getpid()), name],
                 stdin=subprocess.DEVNULL,
-                pass_fds=given,
+                pass_fds=[number for number in given if number >= 0],
                 process_group=0,
             )
             self.pid = self._process.pid

@@ -249,6 +249,10 @@ class Worker:
         if terms is None or self._stop_asked.is_set() or not self._fleet.serves(queue):
             self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
             return
+        if terms.policy.exclusive and self._still_runs(queue, job):
+            self._fleet.rest(queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
+            self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
+            return
         refused = admit(job, terms.policy)
         if refused is not None:
             self._drain.put(queue, Outcome(job, refused))
@@ -258,10 +262,12 @@ class Worker:
         self._executor.start(run)
         self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
 
+    def _still_runs(self, queue: str, job: Job) -> bool:
+        """Does an earlier run of the same job go on here, whose lease was lost? It must not overlap with the next."""
+        return any(run.queue == queue and run.job.id == job.id for run in self._executor.runs)
+
     def _ended(self, run: Run, ended: Ended) -> None:
         self._ended_one.set()
-        if ended == Stopped("not_started") and run.stopping is None:
-            self._fleet.rest(run.queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
         self._changed()
         if run.held:
             self._judge(run, ended)

@@ -224,12 +224,9 @@ async def _reload_when_told(made: Worker, pool: Pool, anew: asyncio.Event) -> No
         await anew.wait()
         anew.clear()
         log.info("SIGHUP: the code is loaded anew")
-        if not await pool.reload():
-            log.error("the code was not loaded anew: what runs goes on as before")
-            continue
-        try:
-            made.adopt()
-        except HoldfastError as error:
-            log.error("the new code cannot be served, the queues stay as they were: %s", error)
-        else:
-            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues))
+        if await pool.reload():
+            try:
+                made.adopt()
+            except HoldfastError as error:
+                log.error("the new code has nothing for this worker: %s", error)
+            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues) or "nothing")
