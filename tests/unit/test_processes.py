@@ -226,7 +226,7 @@ async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path, way
         for pid in (child, grandchild):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        await parent.wait()
+        await parent.communicate()  # Its pipe is closed only when the last of them is gone.
 
 
 @pytest.mark.parametrize(
