@@ -49,7 +49,7 @@ from holdfast.hooks import Teller
 from holdfast.inline import Runner
 from holdfast.logs import set_up
 from holdfast.policy import Ended, Raised, TimedOut
-from holdfast.processes import Steps, die_with, map_page, memory
+from holdfast.processes import Steps, is_child_of, map_page, memory
 from holdfast.targets import load
 from holdfast.version import VERSION
 
@@ -137,8 +137,7 @@ class Child:
                     event = event if id is None else replace(event, id=id.decode("utf-8", "surrogateescape"))
                     self._teller.event(event)
                 case Trouble(error, told, where):
-                    kind = getattr(errors, error, HoldfastError)
-                    self._teller.trouble(kind(told), where)
+                    self._teller.trouble(_rebuilt(error, told), where)
                 case Leave():
                     self._left.set()
                 case Begin():
@@ -178,6 +177,16 @@ class Child:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _rebuilt(name: str, told: str) -> Exception:
+    """An error of the parent's, as one of the same kind if we have it."""
+    kind = getattr(errors, name, HoldfastError)
+    try:
+        error: Exception = kind(told)
+    except TypeError:  # It takes more than a message.
+        return HoldfastError(told)
+    return error
+
+
 def _let_it_pass(number: int, frame: object) -> None:
     """A terminal, or a service manager, tells the whole tree. Our parent is told, too, and sees to us."""
 
@@ -210,12 +219,11 @@ def _take_signals() -> None:
 
 
 def main() -> None:
-    end_number, lifeline, page, parent = (int(word) for word in sys.argv[1:5])
+    end_number, page, parent = (int(word) for word in sys.argv[1:4])
     _take_signals()
-    die_with(parent, lifeline)
+    is_child_of(parent)
     end = socket.socket(fileno=end_number)
     end.set_inheritable(False)
-    os.set_inheritable(lifeline, False)
     steps = map_page(page)
     try:
         begin = receive(end, Begin)

@@ -68,8 +68,8 @@ class Drain:
         return bool(self._waiting or self._settling)
 
     async def settled(self, queues: Collection[str]) -> None:
-        """Until nothing of these queues waits, or is on its way."""
-        while any(queue in self._waiting or queue in self._settling for queue in queues):
+        """Until nothing of these queues waits, or is on its way; or the drain has ended."""
+        while self._tasks is not None and any(queue in self._waiting or queue in self._settling for queue in queues):
             self._one_settled.clear()
             await self._one_settled.wait()
 

@@ -120,6 +120,7 @@ class Fleet:
         for queue in served:
             self.serve(queue)
         self._plans = 0
+        self._hold_after = 0
         self._held: dict[int, str] = {}
         """Rooms that are kept for a queue whose jobs have not fitted anywhere for long, until one does."""
         self._claims = 0
@@ -376,7 +377,9 @@ class Fleet:
 
     def _has_slot(self, queue: Served) -> bool:
         """May another of its jobs run, as far as numbers go?"""
-        return self._runs_left() > 0 and (queue.concurrency is None or queue.running < queue.concurrency)
+        return self._runs_left() > 0 and (
+            queue.concurrency is None or queue.running + queue.in_hand < queue.concurrency
+        )
 
     def _crowded(self, queue: Served, frees: dict[int, int]) -> bool:
         """Would its next job fit, if only enough of what runs ended?"""
@@ -409,8 +412,9 @@ class Fleet:
         return [queue for queue in ready if queue.priority > blocked_by]
 
     def _hold_a_room(self, queue: Served, frees: dict[int, int], now: float) -> None:
-        """Give the emptiest room to nobody else, until a job of this queue fits into it."""
-        if queue.queue not in self._held.values():
+        """Give the emptiest room to nobody else, until a job of this queue fits into it. One room at a time, and then
+        none for a while: it is a floor for low queues, no more."""
+        if not self._held and self._plans >= self._hold_after:
             emptiest = max(frees, key=frees.__getitem__)
             self._held[emptiest] = queue.queue
             queue.blocks_since = now
@@ -425,9 +429,11 @@ class Fleet:
                 del self._held[number]  # It found room elsewhere, or has no work; or the room is gone.
             elif now - queue.blocks_since > MAX_BLOCK_S:
                 del self._held[number]
+                self._hold_after = self._plans + LOWER_FIRST_EVERY
                 queue.passed_over, queue.blocks_since = 0, NEVER
             elif frees[number] >= queue.size and self._has_slot(queue):
                 del self._held[number]
+                self._hold_after = self._plans + LOWER_FIRST_EVERY
                 frees[number] -= queue.size
                 queue.places.append((number, queue.size))
                 self._rooms[number].reserved += queue.size

@@ -189,7 +189,7 @@ class Link(asyncio.Protocol, Generic[M]):
         self._buffer = bytearray()
         self._out: list[Any] = []
         self.part_since: float | None = None
-        """Since when half a frame has been waiting for the other half."""
+        """Since when nothing has come of the rest of a frame."""
 
     async def connect(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -247,7 +247,7 @@ class Link(asyncio.Protocol, Generic[M]):
         del self._buffer[:at]
         if not self._buffer:
             self.part_since = None
-        elif at or self.part_since is None:
+        else:
             self.part_since = asyncio.get_running_loop().time()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -491,7 +491,8 @@ class Pool(Executor):
                 case Done(number, outcome):
                     ended = self._over(child, number, outcome) or ended
                 case Refused(number):
-                    self._fleet.rest(child.runs[number].queue, asyncio.get_running_loop().time() + REFUSED_S)
+                    if number in child.runs:
+                        self._fleet.rest(child.runs[number].queue, asyncio.get_running_loop().time() + REFUSED_S)
                     ended = self._over(child, number, Stopped("not_started")) or ended
                 case Progress(number, progress):
                     run = child.runs.get(number)

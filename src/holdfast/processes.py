@@ -21,7 +21,6 @@ from contextlib import ExitStack
 
 from holdfast.errors import OptionError
 
-PR_SET_PDEATHSIG = 1
 F_SEAL_FUTURE_WRITE = 0x10
 GROUP_LOOKS, LOOK_S = 100, 0.01
 """How often to look whether the last process of a killed group is gone, and after how long again."""
@@ -74,6 +73,39 @@ class Steps:
             self._now = self._bytes = self._page = None
 
 
+def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
+    """Have the kernel kill a process group when this process is gone, however it goes: how to call that off.
+
+    A pipe of which we hold both ends signals the group when its write end is closed and its read end is not: that is,
+    when the kernel closes our files, in an order of its own. So there are two, one for either order. Nothing of it is in
+    the child, where a handler could close it; and no code has to run there, so it also ends what is stuck in C.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    import fcntl
+
+    read, write = os.pipe()
+    try:
+        if not read_first:
+            read, other = fcntl.fcntl(read, fcntl.F_DUPFD_CLOEXEC, write + 1), read
+            os.close(other)
+        fcntl.fcntl(read, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
+    except ProcessLookupError:
+        pass  # It has ended already.
+    except BaseException:
+        os.close(read)
+        os.close(write)
+        raise
+
+    def call_off() -> None:
+        os.close(read)  # First: the other way round it would signal.
+        os.close(write)
+
+    return call_off
+
+
 def make_page() -> int:
     """Memory to share with a child, as a file descriptor; -1 if there can be none."""
     if sys.platform != "linux":
@@ -113,8 +145,8 @@ class Process:
     """A child process, and our end of the way to it."""
 
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. `name` is shown by ps. The child is told three file descriptors: its end of the
-        socket pair, its lifeline, and a page of memory that both see."""
+        """Start `python -m module`. `name` is shown by ps. The child is told two file descriptors, its end of the socket
+        pair and a page of memory that both see, and who its parent is."""
         if _in_child:
             raise OptionError(
                 "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
@@ -124,15 +156,12 @@ class Process:
             self.end, end = socket.socketpair()
             ours.callback(self.end.close)
             theirs.callback(end.close)
-            lifeline, self._lifeline = os.pipe()
-            ours.callback(os.close, self._lifeline)
-            theirs.callback(os.close, lifeline)
             page = make_page()
             if page >= 0:
                 theirs.callback(os.close, page)
             self.steps = Steps(None if page < 0 else mmap.mmap(page, Steps.SIZE, access=mmap.ACCESS_READ))
             ours.callback(self.steps.close)
-            given = (end.fileno(), lifeline, page)
+            given = (end.fileno(), page)
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", module, *map(str, given), str(os.getpid()), name],
                 stdin=subprocess.DEVNULL,
@@ -141,6 +170,8 @@ class Process:
             )
             self.pid = self._process.pid
             try:
+                for read_first in (True, False):
+                    ours.callback(lifeline(self.pid, read_first=read_first))
                 self._pidfd = _pidfd(self.pid)
             except OSError:
                 self.kill()
@@ -260,21 +291,11 @@ def said_of(returncode: int | None) -> str:
 # In the child
 
 
-def die_with(parent: int, lifeline: int) -> None:
-    """Have the kernel kill this process and its group when `parent`, which holds the other end of the lifeline, is
-    gone. A signal is sent when the pipe hangs up, not by code of ours: it also ends a process that is stuck in C."""
+def is_child_of(parent: int) -> None:
+    """Note that this process is a child. It ends here if its parent is gone already."""
     global _in_child
     _in_child = True
-    if sys.platform == "linux":
-        import ctypes
-        import fcntl
-
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        # A handler may close every file descriptor. This is for itself alone, and cannot be closed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # It died before we could ask.
+    if os.getppid() != parent:
         os._exit(1)
 
 

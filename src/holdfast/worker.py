@@ -313,7 +313,7 @@ class Worker:
             kill_at = asyncio.get_running_loop().time() + QUICK_S
             for run in runs:
                 self._executor.stop(run, "shutdown", kill_at=kill_at)
-            await self._over_within(runs, 2 * QUICK_S, even_if_quick=True)
+            await self._over_within(runs, 3 * QUICK_S, even_if_quick=True)
         for run in runs:
             if run.done or not run.held:
                 continue

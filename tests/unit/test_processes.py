@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 BEGIN = """
 import os, signal, socket, subprocess, sys, time
-from holdfast.processes import die_with
+from holdfast.processes import is_child_of
 *numbers, parent, name = sys.argv[1:]
 end = socket.socket(fileno=int(numbers[0]))
 """
@@ -193,18 +193,18 @@ async def test_a_process_that_cannot_be_started_leaves_no_file_descriptor(monkey
     assert fds() == before
 
 
-@pytest.mark.parametrize("way", ["lifeline", "closed lifeline"])
-async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path, way: str) -> None:
-    """Also one that does not look at its connection, and a grandchild, which knows nothing of it."""
-    dies = "die_with(int(parent), int(numbers[1]))\n"
-    if way == "closed lifeline":  # A handler may close anything. The process itself dies all the same.
-        dies += "os.close(int(numbers[1]))\n"
-    (tmp_path / "program.py").write_text(BEGIN + dies + STUBBORN)
+async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path) -> None:
+    """Also one that closed every file descriptor and is stuck in C, and a grandchild, which knows nothing of it."""
+    program = "is_child_of(int(parent))\n" + STUBBORN.replace(
+        "time.sleep(60)\n", "os.closerange(3, 1000)\nimport ctypes\nctypes.PyDLL(None).sleep(60)\n"
+    )
+    (tmp_path / "program.py").write_text(BEGIN + program)
     (tmp_path / "parent.py").write_text(
-        "import asyncio, sys, time\n"
+        "import asyncio, sys, threading, time\n"
         "from holdfast.processes import Process\n"
         "async def main():\n"
         "    process = Process('program', 'a name')\n"
+        "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
         "    print(process.pid, process.end.recv(100).decode(), flush=True)\n"
         "    time.sleep(60)\n"
         "asyncio.run(main())\n"
@@ -220,8 +220,7 @@ async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path, way
         assert runs(grandchild)
         parent.kill()
         await until(lambda: not runs(child), 5)
-        if way == "lifeline":
-            await until(lambda: not runs(grandchild), 5)
+        await until(lambda: not runs(grandchild), 5)
     finally:
         for pid in (child, grandchild):
             with contextlib.suppress(ProcessLookupError):
