@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -52,6 +53,7 @@ class Beat:
         evict: Callable[[], None],
         trouble: Callable[[BaseException], None],
         died: Callable[[BaseException], None],
+        beaten: Callable[[], None],
     ) -> None:
         self._twin = twin
         self._worker = worker
@@ -66,6 +68,8 @@ class Beat:
         self._evict = evict
         self._trouble = trouble
         self._died = died
+        self._beaten = beaten
+        self._beaten_at = float("-inf")
         self._home = asyncio.get_running_loop()
         self._stopping = False
         self._nudged = asyncio.Event()
@@ -75,6 +79,11 @@ class Beat:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def is_heard(self) -> bool:
+        """Has a beat got through, within a lease? Else nobody should rely on what we claim. From any thread."""
+        return time.monotonic() < self._beaten_at + self._lease_ms / 1000
 
     def nudge(self) -> None:
         """There is progress to tell: beat soon. From any thread."""
@@ -140,6 +149,9 @@ class Beat:
                 began = loop.time()
                 async with asyncio.timeout(self._every_s):
                     await self._beat(storage)
+                was_heard, self._beaten_at = self.is_heard, time.monotonic()
+                if not was_heard:
+                    self._tell(self._beaten)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
                 await self._until_nudged(began + self._every_s - loop.time())
         except asyncio.CancelledError:

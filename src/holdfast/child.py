@@ -49,7 +49,8 @@ from holdfast.hooks import Teller
 from holdfast.inline import Runner
 from holdfast.logs import set_up
 from holdfast.policy import Ended, Raised, TimedOut
-from holdfast.processes import Steps, is_child_of, map_page, memory
+from holdfast.processes import is_child_of, memory
+from holdfast.steps import Steps, map_page
 from holdfast.targets import load
 from holdfast.version import VERSION
 
@@ -95,10 +96,8 @@ class Child:
             self._link.send(self._hello())
             try:
                 await self._left.wait()
-            except (
-                asyncio.CancelledError
-            ):  # A handler has cancelled every task: its neighbours did not do it themselves.
-                _crash()
+            except asyncio.CancelledError:
+                _crash()  # A handler has cancelled every task. Its neighbours have not.
             await self._teller.end(telling, HOOKS_S)
             self._runner.close()
 

@@ -22,10 +22,9 @@ from holdfast.arguments import Arguments, UnknownParameter, is_async
 from holdfast.codec import Codecs
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 from holdfast.exceptions import as_data, retry_time, said_by
-from holdfast.fleet import Terms
 from holdfast.jobs import Complete, Fail, Job
 from holdfast.options import Seconds, to_ms
-from holdfast.policy import Crashed, Ended, FollowUp, Raised, Returned, Stopped, TimedOut
+from holdfast.policy import Crashed, Ended, FollowUp, Raised, Returned, Stopped, Terms, TimedOut
 from holdfast.runs import Why
 
 log = logging.getLogger("holdfast")

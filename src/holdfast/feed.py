@@ -34,6 +34,7 @@ class Feed:
         burst: bool,
         begin: Callable[[str, Job, float], None],
         busy: Callable[[], bool],
+        is_heard: Callable[[], bool],
         trouble: Callable[[Exception, str], None],
     ) -> None:
         self._storage = storage
@@ -43,6 +44,7 @@ class Feed:
         self._burst = burst
         self._begin = begin
         self._busy = busy
+        self._is_heard = is_heard
         self._trouble = trouble
         self._rng = random.Random()
         self._changed = asyncio.Event()
@@ -96,7 +98,7 @@ class Feed:
                     self._looking = True
                     self._go(self._look_around(), "look")
             now = loop.time()
-            for order in self._fleet.plan(now):
+            for order in self._fleet.plan(now) if self._is_heard() else ():
                 self._go(self._claim(order), "claim")
             if self._burst and self._is_idle():
                 return

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from holdfast.policy import Policy
-
 LOWER_FIRST_EVERY = 16
 """Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
 times is waited for."""
@@ -23,17 +21,6 @@ MAX_SUSPECTS = 10
 MAX_BLOCK_S = 60.0
 """For so long others are held back so that a large job finds room."""
 NEVER = float("inf")
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
-    process."""
-
-    queue: str
-    policy: Policy
-    size: int = 10
-    concurrency: int | None = None
-    queue_priority: int = 100
 
 
 class Room(msgspec.Struct):
@@ -195,7 +182,8 @@ class Fleet:
 
     def shut(self, number: int) -> None:
         """A room takes no more runs."""
-        self._rooms[number].open = False
+        if number in self._rooms:
+            self._rooms[number].open = False
 
     def drop(self, number: int) -> None:
         """A room is gone. Its runs are told one by one."""

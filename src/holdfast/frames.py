@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.fleet import Terms
 from holdfast.jobs import Job
-from holdfast.policy import Ended
+from holdfast.logs import Logs
+from holdfast.policy import Ended, Terms
 from holdfast.runs import RunEvent, Why
 
 MAX_FRAME_BYTES = 1 << 26
@@ -27,13 +27,6 @@ _LENGTH = struct.Struct("!I")
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """One thing to say."""
-
-
-class Logs(msgspec.Struct, frozen=True):
-    """How a process logs; nothing is set up unless this is given."""
-
-    format: str
-    level: str
 
 
 # To a child

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from holdfast.execution import CurrentJob, Handler, Surroundings, interrupted, perform
-from holdfast.fleet import Fleet, Terms
+from holdfast.fleet import Fleet
 from holdfast.jobs import Job
-from holdfast.policy import Ended
+from holdfast.policy import Ended, Terms
 from holdfast.runs import Executor, Listener, Run, Why
 
 CAPACITY = 1_000
@@ -93,13 +93,11 @@ class Inline(Executor):
     def terms(self) -> list[Terms]:
         return [handler.terms for handler in self._handlers.values()]
 
-    def attach(self, fleet: Fleet, to: Listener) -> None:
-        super().attach(fleet, to)
-        fleet.open(0)
-
-    async def open(self) -> None:
+    async def open(self, fleet: Fleet, to: Listener) -> None:
+        await super().open(fleet, to)
         for handler in self._handlers.values():
             handler.check()
+        fleet.open(0)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()  # There is nothing that could.

@@ -8,10 +8,16 @@ from typing import Any
 
 import msgspec
 
-from holdfast.frames import Logs
 from holdfast.text import printable
 
 FORMATS = ("text", "json")
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """How a process logs; nothing is set up unless this is given."""
+
+    format: str
+    level: str
 
 
 class TextLines(logging.Formatter):

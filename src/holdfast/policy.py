@@ -50,6 +50,17 @@ PULL = Policy(timeout_ms=None, max_retries=None, max_stalls=None, max_timeouts=N
 """A pull queue has no limits unless it is given some."""
 
 
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
+    process."""
+
+    queue: str
+    policy: Policy
+    size: int = 10
+    concurrency: int | None = None
+    queue_priority: int = 100
+
+
 class Returned(Value, frozen=True, tag="returned"):
     """The handler returned."""
 

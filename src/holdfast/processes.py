@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import mmap
 import os
 import signal
 import socket
@@ -20,8 +19,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from holdfast.errors import OptionError
+from holdfast.steps import share_page
 
-F_SEAL_FUTURE_WRITE = 0x10
 GROUP_LOOKS, LOOK_S = 100, 0.01
 """How often to look whether the last process of a killed group is gone, and after how long again."""
 
@@ -29,56 +28,12 @@ GROUP_LOOKS, LOOK_S = 100, 0.01
 _in_child = False
 
 
-class Steps:
-    """Which run an event loop is at, and which it has begun, in memory that parent and child share: it can be read when
-    the loop is blocked, and when its process can do nothing more at all.
-
-    The memory is sealed: a handler that writes to every file descriptor, or truncates it, must not change what is told
-    of it. Where there are no seals (Linux has them) there is no page, and nothing is known.
-    """
-
-    SIZE = 24
-
-    def __init__(self, page: mmap.mmap | None) -> None:
-        self._page = page
-        self._bytes = None if page is None else memoryview(page)
-        self._now = None if self._bytes is None else self._bytes.cast("Q")
-
-    def begin(self, number: int) -> None:
-        """A step of run `number` begins. Runs have rising numbers, and begin in that order."""
-        now = self._now
-        if now is not None:
-            now[1] += 1
-            now[0] = number
-            if number > now[2]:
-                now[2] = number
-
-    def end(self) -> None:
-        if self._now is not None:
-            self._now[0] = 0
-
-    def read(self) -> tuple[int, int]:
-        """The run whose step is going on, 0 if none is; and which step that is."""
-        return (0, 0) if self._now is None else (self._now[0], self._now[1])
-
-    def has_begun(self, number: int) -> bool:
-        """Has this run begun? It has, if nobody knows."""
-        return self._now is None or number <= self._now[2]
-
-    def close(self) -> None:
-        if self._now is not None and self._bytes is not None and self._page is not None:
-            self._now.release()
-            self._bytes.release()
-            self._page.close()
-            self._now = self._bytes = self._page = None
-
-
 def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
     """Have the kernel kill a process group when this process is gone, however it goes: how to call that off.
 
     A pipe of which we hold both ends signals the group when its write end is closed and its read end is not: that is,
-    when the kernel closes our files, in an order of its own. So there are two, one for either order. Nothing of it is in
-    the child, where a handler could close it; and no code has to run there, so it also ends what is stuck in C.
+    when the kernel closes our files, in an order of its own. So there are two, one for either order. Nothing of it is
+    in the child, where a handler could close it; and no code has to run there, so it also ends what is stuck in C.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -106,47 +61,12 @@ def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
     return call_off
 
 
-def make_page() -> int:
-    """Memory to share with a child, as a file descriptor; -1 if there can be none."""
-    if sys.platform != "linux":
-        return -1
-    import fcntl
-
-    page = -1
-    try:
-        page = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(page, Steps.SIZE)
-        fcntl.fcntl(page, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError:
-        if page >= 0:
-            os.close(page)
-        return -1
-    return page
-
-
-def map_page(page: int) -> Steps:
-    """In the child: the page to write to, which from now on is written to in no other way."""
-    if page < 0 or sys.platform != "linux":
-        return Steps(None)
-    import fcntl
-
-    steps = Steps(mmap.mmap(page, Steps.SIZE))
-    try:
-        fcntl.fcntl(page, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-    except OSError:  # An old kernel. What could be overwritten is not to be relied on.
-        steps.begin(2**63)  # As far as anybody can tell, everything has begun.
-        steps.end()
-        steps.close()
-    os.close(page)
-    return steps
-
-
 class Process:
     """A child process, and our end of the way to it."""
 
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. `name` is shown by ps. The child is told two file descriptors, its end of the socket
-        pair and a page of memory that both see, and who its parent is."""
+        """Start `python -m module`. `name` is shown by ps. The child is told two file descriptors, its end of the
+        socket pair and a page of memory that both see, and who its parent is."""
         if _in_child:
             raise OptionError(
                 "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
@@ -156,11 +76,10 @@ class Process:
             self.end, end = socket.socketpair()
             ours.callback(self.end.close)
             theirs.callback(end.close)
-            page = make_page()
+            page, self.steps = share_page()
+            ours.callback(self.steps.close)
             if page >= 0:
                 theirs.callback(os.close, page)
-            self.steps = Steps(None if page < 0 else mmap.mmap(page, Steps.SIZE, access=mmap.ACCESS_READ))
-            ours.callback(self.steps.close)
             given = (end.fileno(), page)
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", module, *map(str, given), str(os.getpid()), name],

@@ -15,9 +15,9 @@ import msgspec
 
 from holdfast.errors import JobError
 from holdfast.events import Kind
-from holdfast.fleet import Fleet, Terms
+from holdfast.fleet import Fleet
 from holdfast.jobs import Job
-from holdfast.policy import Ended, fence_of, timeout_ms
+from holdfast.policy import Ended, Terms, fence_of, is_suspect, timeout_ms
 
 Why = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
@@ -26,7 +26,7 @@ class Run:
     """A job that this worker has leased."""
 
     __slots__ = (
-        *("done", "extended_at", "given_up", "held", "job", "overdue"),
+        *("alone", "done", "extended_at", "given_up", "held", "job", "overdue"),
         *("progress", "room", "started_at", "stopping", "terms", "timers"),
     )
 
@@ -38,6 +38,8 @@ class Run:
         self.started_at: float | None = None
         self.extended_at = extended_at
         """When the last claim or extend that succeeded was sent: from then on the lease lasted its length."""
+        self.alone = is_suspect(job, terms.policy)
+        """It must have no neighbours."""
         self.held = True
         """The lease is ours, and nothing was decided about it yet."""
         self.done = False
@@ -101,13 +103,9 @@ class Executor(ABC):
         self._to: Listener
         self._runs: set[Run] = set()
 
-    def attach(self, fleet: Fleet, to: Listener) -> None:
-        """Begin to work for a worker."""
+    async def open(self, fleet: Fleet, to: Listener) -> None:
+        """Get ready to work for a worker."""
         self._fleet, self._to = fleet, to
-
-    @abstractmethod
-    async def open(self) -> None:
-        """Get ready."""
 
     @abstractmethod
     async def watch(self) -> None:

@@ -13,7 +13,6 @@ from holdfast.connection import Bound, Connection
 from holdfast.errors import OptionError
 from holdfast.events import Event, Topic
 from holdfast.execution import Failure, Handler
-from holdfast.fleet import Terms
 from holdfast.jobs import (
     DEFAULT_PRIORITY,
     Cancelled,
@@ -40,7 +39,7 @@ from holdfast.options import (
     to_update,
     to_wait_s,
 )
-from holdfast.policy import FAIL_HANDLER, TASK, Policy
+from holdfast.policy import FAIL_HANDLER, TASK, Policy, Terms
 from holdfast.storage.checks import FAILED_SUFFIX, clean_id
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from holdfast.events import LOOK_EVERY_S, Kind
 from holdfast.exceptions import as_data
 from holdfast.execution import timed_out
 from holdfast.feed import Feed
-from holdfast.fleet import Fleet, Served, Terms
+from holdfast.fleet import Fleet, Served
 from holdfast.hooks import Teller, Trouble
 from holdfast.jobs import Complete, Facts, Fail, Job, Release, Retry, Settled
-from holdfast.policy import Ended, Policy, Raised, Stopped, TimedOut, admit, decode_error, fence_of, verdict
+from holdfast.policy import Ended, Policy, Raised, Stopped, Terms, TimedOut, admit, decode_error, fence_of, verdict
 from holdfast.runs import Executor, Listener, OnEvent, Run, RunEvent
 from holdfast.storage import Storage
 from holdfast.storage.checks import FAILED_SUFFIX
@@ -117,7 +117,8 @@ class Worker:
             raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
         self._entered = True
         try:
-            await self._executor.open()
+            to = Listener(self._ended, self._stuck, self._reported, self._changed)
+            await self._executor.open(self._fleet, to)
             self._stack.push_async_callback(self._executor.close)
             self._storage = await self._stack.enter_async_context(self._open_storage())
             feed = self._connect()
@@ -138,13 +139,13 @@ class Worker:
             burst=self._burst,
             begin=self._begin,
             busy=lambda: bool(self._runs or self._drain.busy or self._executor.runs),
+            is_heard=lambda: self._beat is None or self._beat.is_heard,
             trouble=self._teller.trouble,
         )
         self._drain = Drain(
             self._storage, self.name, self._policies, self._teller.trouble, self._settled, self._drained
         )
         self.adopt()
-        self._executor.attach(self._fleet, Listener(self._ended, self._stuck, self._reported, feed.changed))
         return feed
 
     async def __aexit__(self, *exc: object) -> None:
@@ -351,6 +352,7 @@ class Worker:
             evict=self._evicted,
             trouble=self._beat_trouble,
             died=self._beat_died,
+            beaten=self._changed,
         )
         return self._beat
 
@@ -362,9 +364,7 @@ class Worker:
         run.held = False
         del self._runs[run.key]
         kill_at = None
-        if (
-            run.terms.policy.exclusive
-        ):  # Another may run already. Every moment counts, whatever it was stopped for before.
+        if run.terms.policy.exclusive:  # Another may run already: every moment counts, whatever it was stopped for.
             grace_s = 0.0 if run.overdue else run.terms.policy.cancel_grace_ms / 1000
             kill_at = asyncio.get_running_loop().time() + grace_s
         self._executor.stop(run, "lease_lost", kill_at=kill_at)

@@ -355,7 +355,7 @@ async def test_a_worker_runs_once_and_another_takes_its_place(app: App) -> None:
     worker = app.worker(name="w")
     async with worker:
         assert await answer.using(wait=10).call() == 42
-    with pytest.raises(OptionError, match="has run already"):
+    with pytest.raises(OptionError, match="was started already"):
         async with worker:
             pass
     async with app.worker(name="w"):

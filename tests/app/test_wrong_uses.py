@@ -676,7 +676,7 @@ async def test_a_worker_runs_once(app: Holdfast[Any]) -> None:
     worker = app.worker(name="single")
     async with worker:
         pass
-    with pytest.raises(OptionError, match=r"worker single has run already: make another with app\.worker\(\)"):
+    with pytest.raises(OptionError, match=r"worker single was started already: make another with app\.worker\(\)"):
         await worker.run()
 
 

@@ -14,9 +14,9 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 LAYERS = [
     *(("version", "text", "errors"), ("clock",), ("jobs",), ("events",), ("machine",), ("options",), ("policy",)),
     *(("fleet",), ("storage",), ("waiters",), ("codec",), ("arguments", "exceptions"), ("runs",), ("execution",)),
-    *(("hooks",), ("processes", "frames"), ("inline", "pool"), ("beat", "drain"), ("feed",), ("worker",)),
-    *(("targets", "logs"), ("connection",), ("lease",), ("task", "queue", "sync"), ("app",), ("child", "testing")),
-    *(("pytest_plugin",), ("cli",), ("__main__",)),
+    *(("hooks",), ("steps", "logs"), ("processes", "frames"), ("children",), ("relay",), ("inline", "pool")),
+    *(("beat", "drain"), ("feed",), ("worker",), ("targets",), ("connection",), ("lease",), ("task", "queue", "sync")),
+    *(("app",), ("child", "testing"), ("pytest_plugin",), ("cli",), ("__main__",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""
 PURE = ["errors", "jobs", "events", "machine", "options", "policy", "fleet"]

@@ -20,8 +20,7 @@ from holdfast.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast.codec import Codecs
 from holdfast.errors import OptionError, PayloadRejected
 from holdfast.execution import Handler
-from holdfast.fleet import Terms
-from holdfast.policy import TASK
+from holdfast.policy import TASK, Terms
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

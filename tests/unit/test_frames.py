@@ -118,7 +118,7 @@ async def test_a_link_knows_since_when_it_has_half_a_frame(ends: tuple[Ear, sock
     assert first >= began
     there.sendall(frame(Pong(1))[3:5])
     await asyncio.sleep(0.05)
-    assert ear.link.part_since == first  # A few more bytes are no frame.
+    assert ear.link.part_since > first  # It is the last byte that counts: a large frame may take its time.
     there.sendall(frame(Pong(1))[5:] + frame(Pong(2))[:3])
     await until(lambda: ear.heard == [Pong(1)])
     assert ear.link.part_since > first  # This is the half of another one.

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import JobFailed
-from holdfast import pool as pools
+from holdfast import JobFailed, children
 from holdfast.pool import Pool
 from holdfast.storage import connect
 from holdfast.worker import Worker
@@ -175,7 +174,7 @@ async def test_no_memory_and_sys_exit_are_failures_like_any_other(scene: Scene) 
 async def test_half_a_frame_is_not_waited_for_longer_than_its_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "PART_S", 1.0)
+    monkeypatch.setattr(children, "PART_S", 1.0)
     async with embedded(scene, monkeypatch, "crashes:app"):
         napping = await scene.app.queue("nap").enqueue({}, id="n")
         await scene.noted("nap")

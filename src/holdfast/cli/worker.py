@@ -18,8 +18,7 @@ import click
 from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
 from holdfast.connection import Address
 from holdfast.errors import HoldfastError
-from holdfast.frames import Logs
-from holdfast.logs import FORMATS, set_up
+from holdfast.logs import FORMATS, Logs, set_up
 from holdfast.pool import Pool
 from holdfast.storage import Storage, connect
 from holdfast.storage.checks import check_worker
@@ -157,7 +156,7 @@ def worker(
         max_jobs=max_jobs,
         max_memory=max_memory,
         logs=logs,
-        tells=True,
+        relays=True,
     )
 
     async def main() -> None:
