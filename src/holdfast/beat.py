@@ -70,6 +70,7 @@ class Beat:
         self._died = died
         self._beaten = beaten
         self._beaten_at = float("-inf")
+        self._failing = False
         self._home = asyncio.get_running_loop()
         self._stopping = False
         self._nudged = asyncio.Event()
@@ -138,8 +139,10 @@ class Beat:
             await asyncio.sleep(self._every_s / 10)
 
     def _broke(self, error: BaseException) -> None:
-        """A beat, or part of it, did not get through."""
-        self._tell(self._trouble, error)
+        """A beat, or part of it, did not get through. That is told once, until one does."""
+        if not self._failing:
+            self._failing = True
+            self._tell(self._trouble, error)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
@@ -149,9 +152,9 @@ class Beat:
                 began = loop.time()
                 async with asyncio.timeout(self._every_s):
                     await self._beat(storage)
-                was_heard, self._beaten_at = self.is_heard, time.monotonic()
-                if not was_heard:
+                if self._failing or not self.is_heard:
                     self._tell(self._beaten)
+                self._failing, self._beaten_at = False, time.monotonic()
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
                 await self._until_nudged(began + self._every_s - loop.time())
         except asyncio.CancelledError:

@@ -387,7 +387,7 @@ class Worker:
             self.stop()
 
     def _beat_trouble(self, error: BaseException) -> None:
-        log.warning("worker %s could not say that it is alive: %s", self.name, error)
+        self._teller.trouble(error, f"worker {self.name} could not say that it is alive")
 
     def _beat_died(self, error: BaseException) -> None:
         if not self._broken.done():

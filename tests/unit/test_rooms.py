@@ -300,3 +300,8 @@ def test_a_size_that_changes_holds_for_a_run_that_was_given_up() -> None:
     one.ended("stuck", 1, given_up=True)
     start(one, "q")
     assert one.crowded(0.0) == ["large"]  # Nothing is stuck any more: it is worth waiting for.
+
+
+def test_a_fleet_without_queues_has_nothing_to_do() -> None:
+    one = fleet()
+    assert (one.plan(0.0), one.queues, one.idle, one.full(), one.next_claim_at(0.0)) == ([], [], True, [], NEVER)
