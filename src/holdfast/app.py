@@ -17,12 +17,14 @@ from holdfast.errors import OptionError
 from holdfast.execution import AfterExecution, Handler, Middleware, OnError, Surroundings, current_job
 from holdfast.inline import Inline
 from holdfast.jobs import Job, Snapshot
+from holdfast.lease import Lease, read_token
 from holdfast.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast.policy import PULL
 from holdfast.pool import Pool
 from holdfast.queue import PullOptions, Queue
 from holdfast.runs import OnEvent
 from holdfast.storage import Storage
-from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker
+from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker, clean_id
 from holdfast.targets import find
 from holdfast.task import Definition, Handle, Task, TaskDecorator
 from holdfast.worker import Worker, choose, default_worker_name
@@ -183,6 +185,14 @@ class Holdfast(Generic[T]):
         The options are the limits of a queue that is pulled from; it has none unless given.
         """
         return Queue(self._connection, name, options)
+
+    async def lease(self, token: str) -> Lease | None:
+        """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost."""
+        told = read_token(token)
+        (job,) = await self.storage.get(check_queue(told.queue), [clean_id(told.id)])
+        if job is None or job.run is None or (job.run.fence, job.run.worker) != (told.fence, told.worker):
+            return None
+        return Lease(self._connection, told.queue, PULL, job, told.worker, told.length_ms)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""

@@ -408,6 +408,20 @@ class Snapshot(Value, frozen=True):
     workers: list[WorkerStats]
 
 
+class About(Value, frozen=True):
+    """What a storage is, and what it keeps."""
+
+    name: str
+    """What it is and where, without secrets."""
+    now: int
+    """Its wall clock."""
+    keeps: str
+    """What survives a kill, and a power cut."""
+    facts: dict[str, str]
+    warnings: list[str]
+    """What should be seen to."""
+
+
 class Orders(Value, frozen=True):
     """What the storage has to tell a worker when it announces itself."""
 

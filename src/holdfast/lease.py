@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import random
 import time
 from contextlib import suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -55,6 +56,12 @@ class Lease:
         self._extended = asyncio.Event()
         self.settled = False
         """This lease was settled here, or is known to be lost."""
+
+    @property
+    def token(self) -> str:
+        """This lease as text: `await app.lease(token)` gives it back, in any process."""
+        parts = (self.queue, self.id.encode("utf-8", "surrogateescape"), self.fence, self._worker, self._length_ms)
+        return base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("=")
 
     async def complete(self, result: object = None) -> bool:
         """The work is done. `result` may be any JSON value, or bytes."""
@@ -124,6 +131,24 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
+
+
+class Token(NamedTuple):
+    """What a lease is known by."""
+
+    queue: str
+    id: bytes
+    fence: int
+    worker: str
+    length_ms: int
+
+
+def read_token(token: str) -> Token:
+    try:
+        data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+        return msgspec.msgpack.decode(data, type=Token)
+    except (ValueError, TypeError):
+        raise OptionError(f"{token!r:.80} is no token of a lease: it is what `lease` printed") from None
 
 
 def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:

@@ -16,7 +16,7 @@ LAYERS = [
     *(("fleet",), ("storage",), ("waiters",), ("codec",), ("arguments", "exceptions"), ("runs",), ("execution",)),
     *(("hooks",), ("steps", "logs"), ("processes", "frames"), ("children",), ("relay",), ("inline", "pool")),
     *(("beat", "drain"), ("feed",), ("worker",), ("targets",), ("connection",), ("lease",), ("task", "queue", "sync")),
-    *(("app",), ("child", "testing"), ("pytest_plugin",), ("cli",), ("__main__",)),
+    *(("app",), ("explain",), ("child", "testing"), ("pytest_plugin",), ("cli",), ("__main__",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""
 PURE = ["errors", "jobs", "events", "machine", "options", "policy", "fleet"]

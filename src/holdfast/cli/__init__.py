@@ -5,26 +5,78 @@ from __future__ import annotations
 import sys
 
 import click
+from click.shell_completion import get_completion_class
 
+from holdfast.cli.act import audit, cancel, evict, pause, purge, repair, resume, retry, sweep
+from holdfast.cli.common import MISTAKE, NO, UNREACHABLE, end
+from holdfast.cli.demo import demo
+from holdfast.cli.doctor import doctor
+from holdfast.cli.look import events, explain, jobs, show, status
+from holdfast.cli.produce import call, enqueue
+from holdfast.cli.pull import complete, extend, fail, lease, release
 from holdfast.cli.worker import worker
-from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
+from holdfast.errors import HoldfastError, OptionError, PayloadRejected, StorageUnavailable
 from holdfast.version import VERSION
 
+SECTIONS = {
+    "Begin": [demo, worker],
+    "Ask for jobs": [enqueue, call],
+    "Work from a shell, or in any language": [lease, complete, extend, release, fail],
+    "Look": [status, jobs, show, explain, events, doctor],
+    "Act": [cancel, retry, pause, resume, evict, purge],
+    "Look after it": [sweep, audit, repair],
+}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class Commands(click.Group):
+    """Commands in the order in which one meets them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*(str(command.name) for section in SECTIONS.values() for command in section), "completion"]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(str(command.name), command.get_short_help_str(90)) for command in section])
+        with formatter.section("Other"):
+            formatter.write_dl([("completion", "Print what a shell needs to complete these commands.")])
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, prog_name="holdfast")
 def commands() -> None:
-    """A reliable job queue, on Redis or Valkey or on one SQLite file."""
+    """A reliable job queue, on Redis or Valkey or on one SQLite file.
+
+    The jobs are where --url says, or HOLDFAST_URL, or `url` under [tool.holdfast] in pyproject.toml; else in
+    sqlite:///holdfast.db.
+
+    \b
+    Exit status: 0 done; 1 the answer is no, or it failed; 2 a mistake in the
+    command; 3 the storage cannot be reached; 4 nothing happened within --wait.
+    """
 
 
-commands.add_command(worker)
+@commands.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what a shell needs to complete these commands: eval "$(holdfast completion bash)"."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(commands, {}, "holdfast", "_HOLDFAST_COMPLETE").source())
+
+
+for _section in SECTIONS.values():
+    for _command in _section:
+        commands.add_command(_command)
 
 
 def main() -> None:
-    """The program. Exit status 0: done, or stopped as asked; 1: it failed, and says why; 2: the user's mistake; 3: the
-    storage cannot be reached."""
+    """The program."""
     try:
         commands(prog_name="holdfast")
     except HoldfastError as error:
-        click.secho(f"holdfast: {error}", fg="red", err=True)
-        sys.exit(2 if isinstance(error, OptionError) else 3 if isinstance(error, StorageUnavailable) else 1)
+        mistake = isinstance(error, OptionError | PayloadRejected)
+        end(MISTAKE if mistake else UNREACHABLE if isinstance(error, StorageUnavailable) else NO, str(error))
+    except BrokenPipeError:  # `| head` has seen enough.
+        sys.stderr.close()
+        sys.exit(0)

@@ -17,6 +17,7 @@ from holdfast.clock import Clock
 from holdfast.errors import OptionError
 from holdfast.events import Event, Topic
 from holdfast.jobs import (
+    About,
     Cancelled,
     Claim,
     Complete,
@@ -136,6 +137,10 @@ class Storage(Protocol):
 
     async def evict(self, worker: str) -> bool:
         """Ask a worker to stop. False if no such worker is there."""
+        ...
+
+    async def about(self) -> About:
+        """What it is, and what it keeps: for whoever looks after it."""
         ...
 
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:

@@ -13,6 +13,7 @@ from typing import Self
 from holdfast.errors import StorageUnavailable
 from holdfast.events import Event, Topic
 from holdfast.jobs import (
+    About,
     Cancelled,
     Claim,
     Enqueued,
@@ -166,6 +167,8 @@ class CheckedStorage(ABC):
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[Kept]: ...
     @abstractmethod
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page: ...
+    @abstractmethod
+    async def about(self) -> About: ...
     @abstractmethod
     async def snapshot(self) -> Snapshot: ...
     @abstractmethod

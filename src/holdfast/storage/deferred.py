@@ -9,6 +9,7 @@ from typing import Self
 
 from holdfast.events import Event, Topic
 from holdfast.jobs import (
+    About,
     Cancelled,
     Claim,
     Enqueued,
@@ -113,6 +114,9 @@ class DeferredStorage:
 
     async def evict(self, worker: str) -> bool:
         return await (await self._open()).evict(worker)
+
+    async def about(self) -> About:
+        return await (await self._open()).about()
 
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:
         return await (await self._open()).repair(queue, dry_run=dry_run, cursor=cursor)

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.events import Event
-from holdfast.jobs import PRIORITIES, Enqueued, Job, Request, State, WorkerStats
+from holdfast.jobs import PRIORITIES, About, Enqueued, Job, Request, State, WorkerStats
 from holdfast.storage import checks
 from holdfast.storage.checks import id_bytes
 from holdfast.storage.engine import Engine
@@ -238,7 +238,8 @@ class MemoryStorage(LocalStorage):
         self.namespace = checks.check_namespace(namespace)
         self.name = name
         self.table = MemoryTable()
-        self._engine = Engine(self.table, clock or SystemClock())
+        self._clock = clock or SystemClock()
+        self._engine = Engine(self.table, self._clock)
         self._lock = threading.Lock()
         self._opened = 0
 
@@ -262,6 +263,10 @@ class MemoryStorage(LocalStorage):
             self._opened -= 1
             if not self._opened:
                 self._pid = None
+
+    async def about(self) -> About:
+        keeps = "nothing survives the end of this process"
+        return About(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
 
     def twin(self) -> Self:
         """Everything is shared but whether it is open."""

@@ -13,7 +13,7 @@ import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, closing
 from importlib import resources
 from pathlib import Path
 from typing import Self, TypeVar
@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.events import Event, Topic
-from holdfast.jobs import Enqueued, Request
+from holdfast.jobs import About, Enqueued, Request
 from holdfast.storage import checks, wake
 from holdfast.storage.engine import Engine
 from holdfast.storage.guest import guest
@@ -33,6 +33,12 @@ LAYOUT = 1
 """The version of schema.sql. A file with a higher one is refused."""
 CACHE_KIB = 65_536
 SYNCHRONOUS = ("OFF", "NORMAL", "FULL", "EXTRA")
+KEEPS = {
+    "OFF": "everything acknowledged survives a kill; a power cut may damage the file",
+    "NORMAL": "everything acknowledged survives a kill; a power cut may cost the last commits",
+    "FULL": "everything acknowledged survives a kill, and a power cut if the disk keeps its word",
+}
+KEEPS["EXTRA"] = KEEPS["FULL"]
 
 T = TypeVar("T")
 log = logging.getLogger("holdfast.sqlite")
@@ -64,6 +70,20 @@ class SqliteStorage(LocalStorage):
 
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
+
+    async def about(self) -> About:
+        keeps = KEEPS[self._synchronous]
+        size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
+        facts = {
+            "release": sqlite3.sqlite_version,
+            "layout": str(LAYOUT),
+            "journal": "WAL",
+            "commits": f"synchronous={self._synchronous.lower()}",
+            "size": f"{size / 1e6:.1f} MB",
+        }
+        problem = await asyncio.to_thread(_quick_check, self.path)
+        warnings = [] if problem is None else [f"the file is damaged: {problem}. Restore it from a backup"]
+        return About(f"SQLite file {self.path}", self._clock.now_us(), keeps, facts, warnings)
 
     def twin(self) -> SqliteStorage:
         twin = SqliteStorage(
@@ -227,6 +247,16 @@ class _Listening:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._inner.__aexit__(None, None, None)
+
+
+def _quick_check(path: Path) -> str | None:
+    """What SQLite finds wrong with the file, if anything."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+        try:
+            (told,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.Error as error:
+            return str(error)
+    return None if told == "ok" else str(told)
 
 
 def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:

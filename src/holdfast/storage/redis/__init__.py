@@ -23,6 +23,7 @@ from holdfast.clock import Clock, QueueTime
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.events import Event, Kind, Topic
 from holdfast.jobs import (
+    About,
     Cancelled,
     Claim,
     Enqueued,
@@ -94,6 +95,22 @@ _READY = ord("1")
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def _info(reply: bytes) -> dict[str, str]:
+    return dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
+
+
+def durability(info: dict[str, str], fsync: str) -> tuple[str, list[str]]:
+    """What a server keeps, and what to do about it."""
+    if info.get("aof_enabled") != "1":
+        advice = "the server keeps snapshots at most: set `appendonly yes`, or a kill of it loses minutes, or all"
+        return "a kill of the server loses what came after its last snapshot, or all", [advice]
+    if fsync == "always":
+        return "everything acknowledged survives a kill, and a power cut if the disk keeps its word", []
+    if fsync == "everysec":
+        return "everything acknowledged survives a kill; a power cut costs a second or two", []
+    return f"everything acknowledged survives a kill; appendfsync is {fsync or 'not told'}", []
+
+
 class RedisStorage(CheckedStorage):
     """Jobs in a Redis or Valkey server, behind sentinels, or in a cluster."""
 
@@ -124,6 +141,36 @@ class RedisStorage(CheckedStorage):
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
+
+    async def about(self) -> About:
+        self._check_open()
+        info = _info(await self._calls.command(self._name(), "INFO", "server", "memory", "persistence", "replication"))
+        seconds, micros = await self._calls.command(self._name(), "TIME")
+        kind = "valkey" if "valkey_version" in info else "redis"
+        fsync = await self._setting("appendfsync") if info.get("aof_enabled") == "1" else ""
+        keeps, warnings = durability(info, fsync)
+        facts = {
+            "release": f"{kind} {info.get(f'{kind}_version', '?')}",
+            "layout": str(LAYOUT),
+            "eviction": info.get("maxmemory_policy", "?"),
+            "memory": f"{info.get('used_memory_human', '?')} of {info.get('maxmemory_human', '?')}".replace(
+                "of 0B", "(no limit)"
+            ),
+            "replicas": info.get("connected_slaves", "0"),
+        }
+        if info.get("maxmemory_policy", "noeviction") != "noeviction":
+            warnings.append(f"maxmemory-policy is {info['maxmemory_policy']}: jobs are deleted when memory is short")
+        if info.get("role") == "slave":
+            warnings.append("this is a replica: it takes no jobs")
+        return About(self._servers.name, int(seconds) * 1_000_000 + int(micros), keeps, facts, warnings)
+
+    async def _setting(self, name: str) -> str:
+        """A setting of the server; nothing if it does not say."""
+        try:
+            reply: list[bytes] = await self._calls.command(self._name(), "CONFIG", "GET", name)
+        except StorageUnavailable:
+            return ""
+        return reply[1].decode() if len(reply) == 2 else ""
 
     def twin(self) -> RedisStorage:
         twin = RedisStorage(
@@ -166,7 +213,7 @@ class RedisStorage(CheckedStorage):
                 raise
             log.warning("%s does not let us see its version and its maxmemory-policy: %s", self._servers.name, error)
             return
-        info = dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
+        info = _info(reply)
         kind = "valkey" if "valkey_version" in info else "redis"
         version = info.get(f"{kind}_version", "0")
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST[kind]:

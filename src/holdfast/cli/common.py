@@ -1,0 +1,178 @@
+"""What commands share: where the storage is, how answers are printed, and what a user's mistake looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+import tomllib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import click
+import msgspec
+
+from holdfast.app import Holdfast
+from holdfast.connection import URL_VARIABLE
+from holdfast.errors import OptionError
+from holdfast.storage import DEFAULT_URL
+from holdfast.text import printable
+
+NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
+"""Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot
+be reached; nothing happened within the wait."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Where to work, from the command line, the environment or `[tool.holdfast]` in pyproject.toml, in this order."""
+
+    url: str
+    namespace: str
+    app: str | None
+
+    def open(self) -> Holdfast[None]:
+        return Holdfast(self.url, namespace=self.namespace)
+
+
+def settings(url: str | None, namespace: str | None) -> Settings:
+    file, project = _project()
+    unknown = set(project) - {"url", "namespace", "app"}
+    if unknown:
+        raise OptionError(f"{file}: [tool.holdfast] has url, namespace and app, not {', '.join(sorted(unknown))}")
+    for name, value in project.items():
+        if not isinstance(value, str):
+            raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {value!r:.60}")
+    return Settings(
+        url or os.environ.get(URL_VARIABLE) or project.get("url") or DEFAULT_URL,
+        namespace or os.environ.get("HOLDFAST_NAMESPACE") or project.get("namespace") or "hf",
+        project.get("app"),
+    )
+
+
+def _project() -> tuple[Path | None, dict[str, Any]]:
+    """`[tool.holdfast]` of the pyproject.toml here, or in a folder above."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file():
+            try:
+                found = tomllib.loads(file.read_text(encoding="utf-8"))
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise OptionError(f"{file} cannot be read: {error}") from None
+            return file, dict(found.get("tool", {}).get("holdfast", {}))
+    return None, {}
+
+
+def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A command that works on an open app, its first argument: takes `--url` and `--namespace`."""
+
+    @click.option("--url", metavar="URL", help="Where the jobs are, instead of HOLDFAST_URL or [tool.holdfast].")
+    @click.option("--namespace", metavar="NAME", help="Which part of the storage.  [default: hf]")
+    @wraps(command)
+    def run(*args: Any, url: str | None, namespace: str | None, **kwargs: Any) -> None:
+        async def main() -> None:
+            async with settings(url, namespace).open() as app:
+                await command(app, *args, **kwargs)
+
+        asyncio.run(main())
+
+    return run
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+
+
+# What is printed
+
+
+def say(text: str = "") -> None:
+    """A line. What control characters could do to a terminal, they do not."""
+    click.echo("\n".join(printable(line) for line in text.split("\n")))
+
+
+def say_json(value: object) -> None:
+    """A line of JSON."""
+    click.echo(msgspec.json.encode(plain(value)).decode())
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns, numbers to the right."""
+    lines = [[printable(str(cell)) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(headers, *lines, strict=True)]
+    numeric = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(headers))]
+    click.secho(_line(headers, widths, numeric), bold=True)
+    for line in lines:
+        click.echo(_line(line, widths, numeric))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    sized = zip(cells, widths, numeric, strict=True)
+    return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sized).rstrip()
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "-") or cell[0].isdigit() or (cell[0] in "+-" and cell[1:2].isdigit())
+
+
+def plain(value: object) -> object:
+    """A value as JSON has it. Bytes that are text become text, others say that they are base64."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        pairs = cast("dict[object, object]", value)
+        return {str(key): plain(item) for key, item in pairs.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = cast("Iterable[object]", value)
+        return [plain(item) for item in items]
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return value
+
+
+def ago(seconds: float) -> str:
+    """A length of time, short: 3 s, 2 min, 5 h, 4 d."""
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def when(at: datetime, now: datetime) -> str:
+    """A point in time, and how far it is by the storage's clock."""
+    seconds = (at - now).total_seconds()
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({'in ' + ago(seconds) if seconds >= 0 else ago(-seconds) + ' ago'})"
+
+
+# What is given
+
+
+def read_payload(given: str, *, text: bool, raw: bool) -> object:
+    """A payload from the command line, or from stdin for `-`: JSON, unless told otherwise."""
+    if text and raw:
+        raise click.UsageError("--text and --raw are both given: one of them says what the payload is")
+    data = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
+    if raw:
+        return data
+    if text:
+        return data.decode("utf-8", "replace").removesuffix("\n")
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise OptionError(
+            f"the payload is not JSON ({error}): quote it for the shell, or use --text for text, --raw for bytes"
+        ) from None
+
+
+def end(status: int, why: str = "") -> NoReturn:
+    """Leave with a status; what is said goes to stderr."""
+    if why:
+        lines = (printable(line) for line in f"holdfast: {why}".split("\n"))
+        click.secho("\n".join(lines), fg="red", err=True)
+    sys.exit(status)

@@ -1,0 +1,295 @@
+"""`holdfast demo`: real workers with real processes, and what they do when things go wrong. Everything it says has
+happened; if something does not, it says so and the exit status is 1."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from holdfast.app import Holdfast
+from holdfast.cli.common import NO, end
+from holdfast.connection import URL_VARIABLE
+from holdfast.errors import HoldfastError, JobFailed
+from holdfast.jobs import State
+from holdfast.storage import redact
+
+QUICK_JOBS = 500
+NAPS = 12
+LEASE_S = 2.0
+
+
+class Failed(Exception):
+    """Something that the demo was to show did not happen."""
+
+
+@click.command()
+@click.option("--url", metavar="URL", help="Run it on a server: redis://localhost:6379/0.  [default: a SQLite file]")
+def demo(url: str | None) -> None:
+    """See it work: real workers, retries, a hung job that is killed, a worker that is killed. About 20 seconds."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as folder:
+        place = url or f"sqlite:///{Path(folder).resolve()}/jobs.db"
+        try:
+            asyncio.run(_show_everything(place, Path(folder)))
+        except Failed as error:
+            end(NO, f"the demo did not show what it was to show: {error}")
+
+
+async def _show_everything(url: str, folder: Path) -> None:
+    os.environ[URL_VARIABLE] = url
+    os.environ["HOLDFAST_DEMO"] = f"demo-{secrets.token_hex(4)}"
+    from holdfast.cli import demo_tasks as tasks  # It reads the environment.
+
+    where = "one SQLite file, no server" if url.startswith("sqlite") else redact(url)
+    click.secho(f"Holdfast on {where}: two workers with two processes each", bold=True)
+    async with AsyncExitStack() as stack:
+        app = await stack.enter_async_context(tasks.app)
+        workers = [await stack.enter_async_context(_worker(name, folder)) for name in ("left", "right")]
+        screen = Screen()
+        await screen.step("both workers are there", lambda: _workers_are_there(app))
+        await screen.step(f"{QUICK_JOBS} quick jobs", lambda: _quick_jobs(app, tasks, screen))
+        await screen.step("ask and get an answer", lambda: _call(tasks))
+        await screen.step("a job that fails twice is retried", lambda: _retried(tasks))
+        await screen.step("one that fails for good has its own handler", lambda: _failed(app, tasks))
+        later = await tasks.later.using(delay=3).enqueue()
+        due_at = time.monotonic() + 3
+        await screen.step("asked for three times while it runs, a singleton runs once more", lambda: _singleton(tasks))
+        await screen.step("a handler that never ends is killed with its process", lambda: _killed(app, tasks))
+        await screen.step("a delayed job runs on time", lambda: _delayed(later, due_at))
+        await screen.step("leased by hand, completed by exactly one", lambda: _leased(app))
+        await screen.step("a worker is killed, and its jobs run elsewhere", lambda: _worker_dies(app, tasks, workers))
+        await screen.step("every record is checked", lambda: _audit(app))
+        totals = await _totals(app)
+        await _clean_up(app, url)
+    click.echo()
+    kinds = ("completed", "retried", "timed_out", "stalled", "failed")
+    click.secho(f"{sum(totals.values()):,} events: " + ", ".join(f"{totals.get(kind, 0):,} {kind}" for kind in kinds))
+    click.secho(f"Nothing was lost and nothing completed twice, in {screen.seconds:.0f} s.", fg="green", bold=True)
+    click.echo("Next: README.md has the first fifteen lines of your own.")
+
+
+class Screen:
+    """Lines as things happen. On a terminal the step that goes on is shown, too."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._live = sys.stdout.isatty()
+        self._title = ""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    async def step(self, title: str, show: Callable[[], Awaitable[str]]) -> None:
+        self._title = title
+        self.progress("…")
+        try:
+            async with asyncio.timeout(30):
+                told = await show()
+        except (HoldfastError, TimeoutError, AssertionError, OSError) as error:
+            raise Failed(f"{title} ({type(error).__name__}: {error})") from error
+        self._wipe()
+        click.echo(f"{self.seconds:5.1f} s  ", nl=False)
+        click.secho("✓ ", fg="green", nl=False)
+        click.echo(f"{title}: ", nl=False)
+        click.secho(told, fg="cyan")
+
+    def progress(self, text: str) -> None:
+        """What goes on, in a line that is written over."""
+        if self._live:
+            self._wipe()
+            click.echo(f"{self.seconds:5.1f} s    {self._title} {text}", nl=False)
+
+    def _wipe(self) -> None:
+        if self._live:
+            click.echo("\r\x1b[K", nl=False)
+
+
+@asynccontextmanager
+async def _worker(name: str, folder: Path) -> AsyncGenerator[subprocess.Popen[bytes]]:
+    """`holdfast worker`, as anybody runs it. It is stopped, and must end well, unless the demo has killed it."""
+    command = [sys.executable, "-m", "holdfast", "worker", "holdfast.cli.demo_tasks:app"]
+    options = ["--processes", "2", "--name", name, "--lease", str(LEASE_S), "--log-level", "warning"]
+    with (folder / f"{name}.log").open("wb") as log:
+        worker = subprocess.Popen(  # noqa: ASYNC220, S603 -- a moment, and a command of our own
+            [*command, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+        try:
+            yield worker
+        finally:
+            if worker.poll() is None:
+                worker.terminate()
+            status = await asyncio.to_thread(worker.wait, 30)
+            if status not in (0, -signal.SIGKILL):
+                click.echo((folder / f"{name}.log").read_text(errors="replace"), err=True)
+
+
+async def _until(true: Callable[[], Awaitable[bool]]) -> None:
+    while not await true():  # noqa: ASYNC110 -- what is waited for is in another process
+        await asyncio.sleep(0.05)
+
+
+async def _workers_are_there(app: Holdfast[Any]) -> str:
+    async def there() -> bool:
+        return {worker.worker for worker in (await app.stats()).workers} == {"left", "right"}
+
+    await _until(there)
+    facts = [worker.facts for worker in (await app.stats()).workers]
+    return f"processes {', '.join(str(told['pid']) for told in facts)}, release {facts[0]['version']}"
+
+
+async def _quick_jobs(app: Holdfast[Any], tasks: Any, screen: Screen) -> str:
+    began = time.monotonic()
+    await app.enqueue_many(tasks.thumbnail.bind(number) for number in range(QUICK_JOBS))
+
+    async def done() -> bool:
+        completed = (await app.queue("thumbnail").stats()).totals.get("completed", 0)
+        screen.progress(f"{completed} of {QUICK_JOBS}")
+        return completed == QUICK_JOBS
+
+    await _until(done)
+    return f"done after {time.monotonic() - began:.1f} s"
+
+
+async def _call(tasks: Any) -> str:
+    times: list[float] = []
+    for number in range(20):
+        began = time.monotonic()
+        assert await tasks.add.call(number, 2) == number + 2
+        times.append(time.monotonic() - began)
+    return f"19 + 2 = 21, in {1000 * sorted(times)[10]:.1f} ms (median of 20)"
+
+
+async def _retried(tasks: Any) -> str:
+    return str(await tasks.flaky.call())
+
+
+async def _failed(app: Holdfast[Any], tasks: Any) -> str:
+    handle = await tasks.hopeless.enqueue("invoice 7")
+    try:
+        await handle.result()
+    except JobFailed:
+        return str(await app.queue("hopeless/failed").result(f"{handle.id}@{handle.generation}"))
+    raise AssertionError("it did not fail")
+
+
+async def _singleton(tasks: Any) -> str:
+    first = await tasks.sync.enqueue(42, version=1)
+
+    async def runs() -> bool:
+        return await first.state() is State.RUNNING
+
+    await _until(runs)
+    others = [await tasks.sync.enqueue(42, version=version) for version in (2, 3, 4)]
+    results = [await first.result(), *[await other.result() for other in others]]
+    assert results == [1, 4, 4, 4], results
+    return f"version 1, and then only version 4 ({', '.join(str(other.placed) for other in others)})"
+
+
+async def _killed(app: Holdfast[Any], tasks: Any) -> str:
+    handle = await tasks.spin.enqueue()
+    began = time.monotonic()
+    pid = 0
+
+    async def told_its_process() -> bool:
+        nonlocal pid
+        job = await app.queue("spin").get(handle.id)
+        pid = job.progress["pid"] if job is not None and job.progress else 0
+        return pid > 0
+
+    await _until(told_its_process)
+    kind = ""
+    try:
+        await handle.result()
+    except JobFailed as error:
+        kind = error.kind
+    seconds = time.monotonic() - began
+    assert kind == "timeout", kind
+    assert not _runs(pid), f"process {pid} is alive"
+    return f"its limit was 1.5 s; after {seconds:.1f} s process {pid} was dead, and the job failed: {kind}"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def _delayed(handle: Any, due_at: float) -> str:
+    await handle.result()
+    late = time.monotonic() - due_at
+    return f"after 3 s, not before (seen {max(0.0, late):.1f} s later, we were busy)" if late > 0.1 else "after 3 s"
+
+
+async def _leased(app: Holdfast[Any]) -> str:
+    emails = app.queue("emails")
+    await emails.enqueue({"to": "ada"}, id="welcome-ada")
+    twice = await emails.enqueue({"to": "ada"}, id="welcome-ada")
+    lease = await emails.lease(seconds=30)
+    assert lease is not None
+    answers = [await lease.complete("sent"), await lease.complete("sent")]
+    assert answers == [True, False], answers
+    return f"asked for twice: {twice.placed}; completed: {answers[0]}, and again: {answers[1]}"
+
+
+async def _worker_dies(app: Holdfast[Any], tasks: Any, workers: list[subprocess.Popen[bytes]]) -> str:
+    handles = [await tasks.nap.enqueue(number) for number in range(NAPS)]
+
+    async def at_work() -> dict[str, int]:
+        held: dict[str, int] = {}
+        async for job in app.queue("nap").jobs(State.RUNNING):
+            held[str(job.worker)] = held.get(str(job.worker), 0) + 1
+        return held
+
+    async def both_at_work() -> bool:
+        held = await at_work()
+        return sum(held.values()) == NAPS and len(held) == 2
+
+    await _until(both_at_work)
+    lost = (await at_work())["left"]
+    workers[0].kill()
+    killed_at = time.monotonic()
+    ran_on = [await handle.result(wait=25) for handle in handles]
+    totals = (await app.queue("nap").stats()).totals
+    assert totals["completed"] == NAPS, totals
+    assert totals.get("stalled", 0) == lost, totals
+    others = sum(name == "right" for name in ran_on)
+    seconds = time.monotonic() - killed_at
+    return f"{lost} of {NAPS} went down with it; {others} ran on the other, and all were done {seconds:.1f} s later"
+
+
+async def _audit(app: Holdfast[Any]) -> str:
+    checked = 0
+    for stats in (await app.stats()).queues:
+        told = await app.queue(stats.queue).repair(dry_run=True)
+        assert told.problems == [], told.problems
+        checked += told.checked
+    return f"{checked} records, no problem"
+
+
+async def _totals(app: Holdfast[Any]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for stats in (await app.stats()).queues:
+        for kind, count in stats.totals.items():
+            totals[kind] = totals.get(kind, 0) + count
+    return totals
+
+
+async def _clean_up(app: Holdfast[Any], url: str) -> None:
+    """Leave nothing on somebody's server."""
+    if not url.startswith("sqlite"):
+        for stats in (await app.stats()).queues:
+            await app.queue(stats.queue).delete()

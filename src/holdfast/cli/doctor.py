@@ -1,0 +1,89 @@
+"""`holdfast doctor`: is everything as it should be, and what is kept when something dies?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import click
+
+from holdfast.app import Holdfast
+from holdfast.cli.common import NO, as_json, end, say, say_json, settings, with_app
+from holdfast.clock import SystemClock
+from holdfast.jobs import About, Snapshot
+from holdfast.targets import load
+
+SKEW_WARN_S = 1.0
+LATENCY_WARN_MS = 50.0
+LOOKS = 20
+
+
+@click.command()
+@click.argument("target", required=False, metavar="[MODULE:APP]")
+@as_json
+@with_app
+async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> None:
+    """Check the storage: version, what it keeps, eviction, clock, latency, layout; and queues that nobody serves.
+
+    With MODULE:APP (or `app` in [tool.holdfast]) queues that have no task in that app are told, too. Exit status 1 if
+    there is something to see to.
+    """
+    about = await app.storage.about()
+    latency_ms = await _latency_ms(app)
+    skew_s = (about.now - SystemClock().now_us()) / 1e6
+    snapshot = await app.stats()
+    tasks = _tasks(target or settings(None, None).app)
+    warnings = [
+        *about.warnings,
+        *([f"its clock differs from this host's by {skew_s:+.1f} s"] if abs(skew_s) > SKEW_WARN_S else []),
+        *([f"a look takes {latency_ms:.0f} ms: is it far away, or busy?"] if latency_ms > LATENCY_WARN_MS else []),
+        *_lonely(snapshot, tasks),
+    ]
+    if as_json:
+        told = {"storage": about.name, "keeps": about.keeps, "facts": about.facts, "latency_ms": latency_ms}
+        say_json({**told, "skew_s": skew_s, "queues": len(snapshot.queues), "warnings": warnings})
+    else:
+        _show(about, latency_ms, skew_s, snapshot, warnings)
+    if warnings:
+        end(NO)
+
+
+def _show(about: About, latency_ms: float, skew_s: float, snapshot: Snapshot, warnings: list[str]) -> None:
+    say(about.name)
+    say(f"  keeps      {about.keeps}")
+    for name, value in about.facts.items():
+        say(f"  {name:<10} {value}")
+    say(f"  latency    {latency_ms:.2f} ms for a look, median of {LOOKS}")
+    say(f"  clock      {skew_s:+.3f} s from this host's")
+    say(f"  has        {len(snapshot.queues)} queues, {len(snapshot.workers)} workers")
+    for warning in warnings:
+        click.secho("! ", fg="yellow", nl=False)
+        say(warning)
+    if not warnings:
+        say("all is well")
+
+
+async def _latency_ms(app: Holdfast[None]) -> float:
+    times: list[float] = []
+    for _ in range(LOOKS):
+        began = time.perf_counter()
+        await app.storage.ready(["holdfast-doctor"])
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def _tasks(target: str | None) -> set[str] | None:
+    if target is None:
+        return None
+    return {handler.queue for handler in load(target, Holdfast).inside().handlers}
+
+
+def _lonely(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
+    """Queues whose jobs wait for nobody."""
+    told: list[str] = []
+    for stats in snapshot.queues:
+        if tasks is not None and stats.queue not in tasks and not stats.workers:
+            told.append(f"queue {stats.queue} has no task in this app, and no worker serves it")
+        elif stats.ready and not stats.workers and not stats.paused:
+            told.append(f"queue {stats.queue} has {stats.ready} ready jobs, and no worker serves it")
+    return told
