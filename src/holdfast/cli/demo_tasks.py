@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from holdfast import Failure, Holdfast, current_job
+from holdfast.app import Holdfast
+from holdfast.execution import Failure, current_job
 
 app = Holdfast(namespace=os.environ.get("HOLDFAST_DEMO", "demo"))
 
