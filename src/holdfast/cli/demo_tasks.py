@@ -6,9 +6,10 @@ import asyncio
 import os
 
 from holdfast.app import Holdfast
+from holdfast.clock import SystemClock
 from holdfast.execution import Failure, current_job
 
-app = Holdfast(namespace=os.environ.get("HOLDFAST_DEMO", "demo"))
+app = Holdfast(namespace="holdfast-demo")
 
 
 @app.task(name="thumbnail", size=2)
@@ -47,8 +48,8 @@ def spin() -> None:
 
 
 @app.task(name="later")
-async def later() -> int:
-    return current_job().run_at
+async def later() -> tuple[int, int]:
+    return current_job().run_at, SystemClock().now_us()
 
 
 @app.task(name="sync", singleton="sync:{user}")
