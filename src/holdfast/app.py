@@ -19,7 +19,6 @@ from holdfast.inline import Inline
 from holdfast.jobs import Job, Snapshot
 from holdfast.lease import Lease, read_token
 from holdfast.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
-from holdfast.policy import PULL
 from holdfast.pool import Pool
 from holdfast.queue import PullOptions, Queue
 from holdfast.runs import OnEvent
@@ -186,13 +185,15 @@ class Holdfast(Generic[T]):
         """
         return Queue(self._connection, name, options)
 
-    async def lease(self, token: str) -> Lease | None:
-        """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost."""
+    async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
+        """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
+        limits of its queue, as `queue` takes them."""
         told = read_token(token)
-        (job,) = await self.storage.get(check_queue(told.queue), [clean_id(told.id)])
+        policy = self.queue(told.queue, **options).policy
+        (job,) = await self.storage.get(told.queue, [clean_id(told.id)])
         if job is None or job.run is None or (job.run.fence, job.run.worker) != (told.fence, told.worker):
             return None
-        return Lease(self._connection, told.queue, PULL, job, told.worker, told.length_ms)
+        return Lease(self._connection, told.queue, policy, job, told.worker, told.length_ms)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""

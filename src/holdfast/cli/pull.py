@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import click
 
 from holdfast.app import Holdfast
 from holdfast.cli.common import NO, TIME_IS_UP, end, plain, read_payload, say, say_json, with_app
 from holdfast.lease import Lease
+from holdfast.queue import PullOptions
+
+_MAX_RETRIES = click.option("--max-retries", type=click.IntRange(0), help="Fail a job that was retried more often.")
+_MAX_STALLS = click.option(
+    "--max-stalls", type=click.IntRange(0), help="Fail a job whose holders were lost more often."
+)
+
+
+def _limits(command: Any) -> Any:
+    return _MAX_RETRIES(_MAX_STALLS(command))
+
 
 LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
 
@@ -17,20 +30,25 @@ LOST = "the lease is lost: it expired, or was settled already. Another may be at
     "--seconds", type=click.FloatRange(0.1, 86_400), default=30.0, show_default=True, help="How long to hold it."
 )
 @click.option("--wait", type=click.FloatRange(0), default=30.0, show_default=True, help="How long to wait for a job.")
+@_limits
 @with_app
-async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float) -> None:
+async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: int | None) -> None:
     """Take the next job of a queue for some time, and print it as JSON: token, id, attempt, deadline, payload.
 
     \b
-    Example, a worker in a shell:
-      while job=$(holdfast lease emails --seconds 60); do
-        token=$(echo "$job" | jq -r .token)
-        echo "$job" | jq .payload | send-mail && holdfast complete "$token" || holdfast fail "$token" --retry
-      done
+    Example, one job of a worker in a shell (jq reads JSON):
+      job=$(holdfast lease emails --seconds 60) || exit
+      token=$(echo "$job" | jq -r .token)
+      if echo "$job" | jq .payload | send-mail
+      then holdfast complete "$token"
+      else holdfast fail "$token" --retry --delay 10 --max-retries 5
+      fi
 
-    Exit status 4 if there was none within --wait.
+    A queue that is leased from has no limits of its own: a job that has been retried, or whose holder was lost, more
+    often than --max-retries or --max-stalls is failed instead of being handed out. Exit status 4 if there was none
+    within --wait.
     """
-    held = await app.queue(queue).lease(seconds=seconds, wait=wait)
+    held = await app.queue(queue, **_given(limits)).lease(seconds=seconds, wait=wait)
     if held is None:
         end(TIME_IS_UP)
     say_json(
@@ -91,20 +109,27 @@ async def release(app: Holdfast[None], token: str) -> None:
 @click.argument("message", default="failed")
 @click.option("--retry", is_flag=True, help="It shall run again.")
 @click.option("--delay", type=click.FloatRange(0), metavar="SECONDS", help="With --retry: after so long.")
+@click.option("--max-retries", type=click.IntRange(0), help="With --retry: so often at most, then it has failed.")
 @with_app
-async def fail(app: Holdfast[None], token: str, message: str, *, retry: bool, delay: float | None) -> None:
+async def fail(
+    app: Holdfast[None], token: str, message: str, *, retry: bool, delay: float | None, max_retries: int | None
+) -> None:
     """The work has failed, for good or to be tried again. Exit status 1 if the lease is lost."""
-    if delay is not None and not retry:
-        raise click.UsageError("--delay is for --retry")
-    held = await _held(app, token)
+    if not retry and (delay is not None or max_retries is not None):
+        raise click.UsageError("--delay and --max-retries are for --retry")
+    held = await _held(app, token, max_retries=max_retries)
     if retry:
         _settled(await held.retry(delay=delay, error=message), "to be tried again")
     else:
         _settled(await held.fail(message), "failed")
 
 
-async def _held(app: Holdfast[None], token: str) -> Lease:
-    held = await app.lease(token)
+def _given(limits: dict[str, int | None]) -> PullOptions:
+    return cast("PullOptions", {name: limit for name, limit in limits.items() if limit is not None})
+
+
+async def _held(app: Holdfast[None], token: str, **limits: int | None) -> Lease:
+    held = await app.lease(token, **_given(limits))
     if held is None:
         end(NO, LOST)
     return held
