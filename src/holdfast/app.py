@@ -50,7 +50,8 @@ MAX_PROCESSES = 1_000
 class Holdfast(Generic[T]):
     """A storage and a set of tasks.
 
-    The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db`: see `holdfast.storage.connect`.
+    The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db` in the present folder: see
+    `holdfast.storage.connect`. The namespace, a part of the storage, comes from HOLDFAST_NAMESPACE, else it is `hf`.
     `lifespan` makes what handlers share, once per worker: `app.resources` in a handler is what it yields.
 
     >>> app = Holdfast("memory://")
@@ -64,7 +65,7 @@ class Holdfast(Generic[T]):
         url: str | None = None,
         *,
         storage: Storage | None = None,
-        namespace: str = "hf",
+        namespace: str | None = None,
         codec: str | Codec = "json",
         lifespan: Callable[[], AbstractAsyncContextManager[T]] | None = None,
         max_payload: int | None = None,

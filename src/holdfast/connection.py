@@ -26,7 +26,8 @@ from holdfast.storage.checks import batches
 from holdfast.storage.deferred import DeferredStorage
 from holdfast.waiters import ask, wait
 
-URL_VARIABLE = "HOLDFAST_URL"
+URL_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_URL", "HOLDFAST_NAMESPACE"
+DEFAULT_NAMESPACE = "hf"
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -55,11 +56,12 @@ class Connection:
         url: str | None,
         *,
         storage: Storage | None,
-        namespace: str,
+        namespace: str | None,
         codec: str | Codec,
         max_payload: int | None,
         clock: Clock | None,
     ) -> None:
+        namespace = os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE if namespace is None else namespace
         if storage is not None and url is not None:
             raise OptionError("url and storage are both given: one of them says where the jobs are")
         self.codecs = Codecs(codec)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, as_json, end, say, say_json, with_app
+from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, with_app
 from holdfast.cli.look import STATES
 from holdfast.errors import JobNotFound
 from holdfast.jobs import Cancelled, Problem, State
@@ -58,7 +58,7 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
             missing += 1
             click.secho(f"holdfast: {error}", fg="red", err=True)
     if everything:
-        say(f"{len(chosen) - missing} jobs run once more")
+        say(f"{number_of(len(chosen) - missing, 'job')} to run once more")
     if missing and missing == len(chosen):
         end(NO)
 
@@ -95,8 +95,11 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
     taken = 0
     if now:
         for stats in (await app.stats()).queues:
-            taken += len((await app.queue(stats.queue).sweep(worker=worker)).stalled)
-        say(f"{taken} jobs were taken back: a run that still goes on may overlap with the next")
+            queue, more = app.queue(stats.queue), True
+            while more:
+                swept = await queue.sweep(worker=worker)
+                taken, more = taken + len(swept.stalled), swept.more
+        say(f"{number_of(taken, 'job')} taken back: a run that still goes on may overlap with the next")
     if not there and not taken:
         end(NO, f"there is no worker {worker!r}: see `holdfast status`")
     if there:
@@ -114,16 +117,25 @@ async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | 
     Workers and whoever leases do this by themselves. A cleaner of its own is for queues that are only leased from now
     and then: holdfast sweep --every 10
     """
+    if times is not None and every is None:
+        raise click.UsageError("--times is for --every")
     number = 0
     while True:
         number += 1
         for queue in await _chosen(app, queues):
-            swept = await queue.sweep()
-            if swept.stalled or swept.forgotten:
-                say(f"{queue.name}: {len(swept.stalled)} taken back, {swept.forgotten} forgotten")
+            await _sweep(queue)
         if every is None or number == times:
             return
         await asyncio.sleep(every)
+
+
+async def _sweep(queue: Queue) -> None:
+    more, stalled, forgotten = True, 0, 0
+    while more:
+        swept = await queue.sweep()
+        stalled, forgotten, more = stalled + len(swept.stalled), forgotten + swept.forgotten, swept.more
+    if stalled or forgotten:
+        say(f"{queue.name}: {stalled} taken back, {forgotten} forgotten")
 
 
 @click.command()
@@ -160,7 +172,8 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
             else:
                 say(f"{problem.kind} {problem.queue} {problem.id}: {problem.detail}")
     if not as_json:
-        say(f"{checked} records checked, {len(problems)} problems{', mended' if mend and problems else ''}")
+        mended = ", mended" if mend and problems else ""
+        say(f"{number_of(checked, 'record')} checked, {number_of(len(problems), 'problem')}{mended}")
     if problems and not mend:
         end(NO)
 
@@ -174,10 +187,11 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
 @with_app
 async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
     """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""
+    chosen = app.queue(queue)
     wanted = states or tuple(state.value for state in Queue.PURGED)
     if not yes:
         click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?", abort=True)
-    say(f"{await app.queue(queue).purge(wanted)} jobs deleted")
+    say(f"{number_of(await chosen.purge(wanted), 'job')} deleted")
 
 
 async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.connection import URL_VARIABLE
+from holdfast.connection import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
 from holdfast.errors import OptionError
 from holdfast.storage import DEFAULT_URL
 from holdfast.text import printable
@@ -48,7 +48,7 @@ def settings(url: str | None, namespace: str | None) -> Settings:
             raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {value!r:.60}")
     return Settings(
         url or os.environ.get(URL_VARIABLE) or project.get("url") or DEFAULT_URL,
-        namespace or os.environ.get("HOLDFAST_NAMESPACE") or project.get("namespace") or "hf",
+        namespace or os.environ.get(NAMESPACE_VARIABLE) or project.get("namespace") or DEFAULT_NAMESPACE,
         project.get("app"),
     )
 
@@ -134,6 +134,15 @@ def plain(value: object) -> object:
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     return value
+
+
+def number_of(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def where(app: Holdfast[Any]) -> str:
+    """Where its jobs are, in full: whoever looks at another place than others sees it here."""
+    return repr(app.storage).strip("<>").partition(" ")[2]
 
 
 def ago(seconds: float) -> str:

@@ -8,7 +8,7 @@ import time
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, as_json, end, say, say_json, settings, with_app
+from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, settings, with_app
 from holdfast.clock import SystemClock
 from holdfast.jobs import About, Snapshot
 from holdfast.targets import load
@@ -55,7 +55,7 @@ def _show(about: About, latency_ms: float, skew_s: float, snapshot: Snapshot, wa
         say(f"  {name:<10} {value}")
     say(f"  latency    {latency_ms:.2f} ms for a look, median of {LOOKS}")
     say(f"  clock      {skew_s:+.3f} s from this host's")
-    say(f"  has        {len(snapshot.queues)} queues, {len(snapshot.workers)} workers")
+    say(f"  has        {number_of(len(snapshot.queues), 'queue')}, {number_of(len(snapshot.workers), 'worker')}")
     for warning in warnings:
         click.secho("! ", fg="yellow", nl=False)
         say(warning)
@@ -85,5 +85,5 @@ def _lonely(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
         if tasks is not None and stats.queue not in tasks and not stats.workers:
             told.append(f"queue {stats.queue} has no task in this app, and no worker serves it")
         elif stats.ready and not stats.workers and not stats.paused:
-            told.append(f"queue {stats.queue} has {stats.ready} ready jobs, and no worker serves it")
+            told.append(f"queue {stats.queue} has {number_of(stats.ready, 'ready job')}, and no worker serves it")
     return told

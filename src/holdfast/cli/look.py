@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, ago, as_json, end, plain, say, say_json, table, when, with_app
+from holdfast.cli.common import NO, ago, as_json, end, plain, say, say_json, table, when, where, with_app
 from holdfast.events import Event, Topic
 from holdfast.explain import explain as find_reasons
 from holdfast.jobs import QueueStats, Snapshot, State
@@ -46,6 +46,8 @@ async def status(
       holdfast status --watch
       holdfast status shop.tasks.report --json
     """
+    if times is not None and watch is None:
+        raise click.UsageError("--times is for --watch")
     before: Snapshot | None = None
     rounds = itertools.count(1) if watch is not None else [1]
     for number in rounds:
@@ -57,6 +59,7 @@ async def status(
             if watch is not None:
                 click.clear()  # Does nothing unless this is a terminal.
             _show_status(snapshot, chosen, before)
+            say(f"\non {where(app)}")
         before = snapshot
         if watch is None or number == times:
             return
@@ -195,6 +198,7 @@ async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) ->
         say(f"{told.id} of {told.queue}: {told.state or 'not there'}")
         for reason in told.reasons:
             say(f"  - {reason}")
+        say(f"on {where(app)}")
     if told.state is None:
         end(NO)
 

@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast.connection import Address
+from holdfast.cli.common import settings
+from holdfast.connection import NAMESPACE_VARIABLE, URL_VARIABLE, Address
 from holdfast.errors import HoldfastError
 from holdfast.logs import FORMATS, Logs, set_up
 from holdfast.pool import Pool
@@ -142,6 +143,7 @@ def worker(
     set_up(logs)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    _lend_settings()
     patterns = list(queues) or None
     if inline:
         app = load(target, Holdfast)
@@ -174,6 +176,13 @@ def worker(
         await _serve(made, pool)
 
     asyncio.run(main())
+
+
+def _lend_settings() -> None:
+    """An app that has no URL of its own is where the command line looks, too."""
+    found = settings(None, None)
+    os.environ.setdefault(URL_VARIABLE, found.url)
+    os.environ.setdefault(NAMESPACE_VARIABLE, found.namespace)
 
 
 @asynccontextmanager
