@@ -152,9 +152,10 @@ class Beat:
                 began = loop.time()
                 async with asyncio.timeout(self._every_s):
                     await self._beat(storage)
-                if self._failing or not self.is_heard:
-                    self._tell(self._beaten)
+                news = self._failing or not self.is_heard
                 self._failing, self._beaten_at = False, time.monotonic()
+                if news:  # Whoever is told looks at once.
+                    self._tell(self._beaten)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
                 await self._until_nudged(began + self._every_s - loop.time())
         except asyncio.CancelledError:
