@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, with_app
+from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, with_app, with_present_app
 from holdfast.cli.look import STATES
 from holdfast.errors import JobNotFound
 from holdfast.jobs import Cancelled, Problem, State
@@ -18,7 +18,7 @@ from holdfast.queue import Queue
 @click.command()
 @click.argument("queue")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
-@with_app
+@with_present_app
 async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
     """Stop jobs: waiting ones at once, running ones by asking their worker.
 
@@ -35,7 +35,7 @@ async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
 @click.argument("queue")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", "everything", is_flag=True, help="Every failed job of the queue.")
-@with_app
+@with_present_app
 async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
     """Run failed or cancelled jobs once more, as they were.
 
@@ -75,7 +75,7 @@ async def pause(app: Holdfast[None], queue: str, *, reason: str) -> None:
 
 @click.command()
 @click.argument("queue")
-@with_app
+@with_present_app
 async def resume(app: Holdfast[None], queue: str) -> None:
     """Let workers take jobs of a queue again."""
     await app.queue(queue).resume()
@@ -85,7 +85,7 @@ async def resume(app: Holdfast[None], queue: str) -> None:
 @click.command()
 @click.argument("worker")
 @click.option("--now", is_flag=True, help="Take its jobs back at once. Their runs may overlap with new ones.")
-@with_app
+@with_present_app
 async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
     """Ask a worker to stop: it finishes what it has within its grace, gives back the rest, and exits.
 
@@ -110,7 +110,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
 @click.option("--every", type=click.FloatRange(0.1), metavar="SECONDS", help="Again and again, until interrupted.")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="With --every: end after so many.")
-@with_app
+@with_present_app
 async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
     """Take back expired leases and forget what is due, in these queues or in all.
 
@@ -141,7 +141,7 @@ async def _sweep(queue: Queue) -> None:
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
 @as_json
-@with_app
+@with_present_app
 async def audit(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
     """Check every record of these queues, or of all, against the invariants. Changes nothing.
 
@@ -153,7 +153,7 @@ async def audit(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
 @as_json
-@with_app
+@with_present_app
 async def repair(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
     """Check as `audit` does, and mend what is wrong. No job that can be read is lost by it."""
     await _check(app, queues, mend=True, as_json=as_json)
@@ -184,7 +184,7 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
     "--state", "states", type=STATES, multiple=True, help="Only these. Repeatable.  [default: all but running]"
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@with_app
+@with_present_app
 async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
     """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""
     chosen = app.queue(queue)

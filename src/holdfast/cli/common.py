@@ -12,6 +12,7 @@ from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, cast
+from urllib.parse import unquote, urlsplit
 
 import click
 import msgspec
@@ -36,6 +37,13 @@ class Settings(msgspec.Struct, frozen=True):
 
     def open(self) -> Holdfast[None]:
         return Holdfast(self.url, namespace=self.namespace)
+
+    def missing_file(self) -> Path | None:
+        """The SQLite file, if that is what it is and there is none."""
+        if not self.url.startswith("sqlite:///"):
+            return None
+        file = Path(unquote(urlsplit(self.url).path[1:])).absolute()
+        return None if file.exists() else file
 
 
 def settings(url: str | None, namespace: str | None) -> Settings:
@@ -69,18 +77,37 @@ def _project() -> tuple[Path | None, dict[str, Any]]:
 
 def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     """A command that works on an open app, its first argument: takes `--url` and `--namespace`."""
+    return _on_an_app(command, creates=True)
 
+
+def with_present_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The same for a command that only makes sense where there is something: it makes no empty file."""
+    return _on_an_app(command, creates=False)
+
+
+def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Callable[..., None]:
     @click.option("--url", metavar="URL", help="Where the jobs are, instead of HOLDFAST_URL or [tool.holdfast].")
     @click.option("--namespace", metavar="NAME", help="Which part of the storage.  [default: hf]")
     @wraps(command)
     def run(*args: Any, url: str | None, namespace: str | None, **kwargs: Any) -> None:
+        chosen = settings(url, namespace)
+        app = chosen.open()
+        if not creates and (missing := chosen.missing_file()) is not None:
+            end(NO, f"there is no {missing}: nothing was ever enqueued there. Is this the right folder, or --url?")
+
         async def main() -> None:
-            async with settings(url, namespace).open() as app:
+            async with app:
                 await command(app, *args, **kwargs)
 
         asyncio.run(main())
 
     return run
+
+
+def look_here() -> None:
+    """Have modules of the present folder found, as `python -m` does."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")

@@ -8,7 +8,7 @@ import time
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, settings, with_app
+from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
 from holdfast.clock import SystemClock
 from holdfast.jobs import About, Snapshot
 from holdfast.targets import load
@@ -21,7 +21,7 @@ LOOKS = 20
 @click.command()
 @click.argument("target", required=False, metavar="[MODULE:APP]")
 @as_json
-@with_app
+@with_present_app
 async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> None:
     """Check the storage: version, what it keeps, eviction, clock, latency, layout; and queues that nobody serves.
 
@@ -75,6 +75,7 @@ async def _latency_ms(app: Holdfast[None]) -> float:
 def _tasks(target: str | None) -> set[str] | None:
     if target is None:
         return None
+    look_here()
     return {handler.queue for handler in load(target, Holdfast).inside().handlers}
 
 

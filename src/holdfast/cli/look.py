@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, ago, as_json, end, plain, say, say_json, table, when, where, with_app
+from holdfast.cli.common import NO, ago, as_json, end, plain, say, say_json, table, when, where, with_present_app
 from holdfast.events import Event, Topic
 from holdfast.explain import explain as find_reasons
 from holdfast.jobs import QueueStats, Snapshot, State
@@ -34,7 +34,7 @@ RATES = ("enqueued", "completed", "failed", "retried")
 )
 @click.option("--times", type=click.IntRange(1), metavar="N", help="With --watch: end after so many.")
 @as_json
-@with_app
+@with_present_app
 async def status(
     app: Holdfast[None], queues: tuple[str, ...], *, watch: float | None, times: int | None, as_json: bool
 ) -> None:
@@ -114,7 +114,7 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
 @click.option("--state", type=STATES, help="Only these.")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
 @as_json
-@with_app
+@with_present_app
 async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int, as_json: bool) -> None:
     """List the jobs of a queue, without payloads.
 
@@ -161,7 +161,7 @@ async def _first(jobs: AsyncIterator[JobInfo], count: int) -> AsyncIterator[JobI
 @click.argument("id")
 @click.option("--payload", is_flag=True, help="Show the payload and the result, too.")
 @as_json
-@with_app
+@with_present_app
 async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_json: bool) -> None:
     """Show one job. Exit status 1 if there is none."""
     job = await app.queue(queue).get(id)
@@ -188,7 +188,7 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
 @click.argument("queue")
 @click.argument("id")
 @as_json
-@with_app
+@with_present_app
 async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) -> None:
     """Say why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
     told = await find_reasons(app.storage, queue, id)
@@ -207,7 +207,7 @@ async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) ->
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="End after so many events.")
 @as_json
-@with_app
+@with_present_app
 async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | None, as_json: bool) -> None:
     """Print what happens, as it happens: of these queues, or of all that there are now. Until interrupted.
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast.cli.common import settings
+from holdfast.cli.common import look_here, settings
 from holdfast.connection import NAMESPACE_VARIABLE, URL_VARIABLE, Address
 from holdfast.errors import HoldfastError
 from holdfast.logs import FORMATS, Logs, set_up
@@ -141,8 +141,7 @@ def worker(
     check_worker(name)
     logs = Logs(log_format, log_level)
     set_up(logs)
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    look_here()
     _lend_settings()
     patterns = list(queues) or None
     if inline:
