@@ -201,11 +201,8 @@ class Fleet:
             spare = (n for n, room in self._rooms.items() if room.spare and room.open and not (room.deaf or room.runs))
             return next(spare, None)
         served = self._find(queue)
-        while served.places:
-            number = self._take_back_a_place(served)
-            room = self._rooms.get(number)
-            if room is not None and room.takes and room.free >= served.size:
-                return number
+        if served.places:  # What was reserved for it is free now, and perhaps an emptier room has come.
+            self._take_back_a_place(served)
         size = served.size
         fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
         return -max(fits)[1] if fits else None
@@ -346,11 +343,10 @@ class Fleet:
             served.places.append((number, served.size))
             self._rooms[number].reserved += served.size
 
-    def _take_back_a_place(self, served: Served) -> int:
+    def _take_back_a_place(self, served: Served) -> None:
         number, units = served.places.pop(0)
         if number in self._rooms:
             self._rooms[number].reserved -= units
-        return number
 
     def _runs_left(self) -> int:
         if self._most is None:
