@@ -298,6 +298,7 @@ class Queue:
         await self.app.storage.pause(self.name, True, reason=reason)
 
     async def resume(self) -> None:
+        """Let workers take jobs again."""
         await self.app.storage.pause(self.name, False)
 
     async def sweep(self, *, worker: str | None = None) -> Swept:

@@ -112,7 +112,7 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
 @click.command()
 @click.argument("queue")
 @click.option("--state", type=STATES, help="Only these.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True)
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="So many at most.")
 @as_json
 @with_present_app
 async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int, as_json: bool) -> None:

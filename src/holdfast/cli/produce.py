@@ -78,7 +78,14 @@ async def enqueue(
 @click.argument("queue")
 @click.argument("payload")
 @_asks
-@click.option("--wait", type=click.FloatRange(0), default=30.0, show_default=True, metavar="SECONDS")
+@click.option(
+    "--wait",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for it.",
+)
 @with_app
 async def call(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **given: Any

@@ -86,7 +86,13 @@ class Size(click.ParamType[int]):
 @click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after so many jobs.")
 @click.option("--max-memory", type=Size(), help="Replace a child that has more in memory: 500M.")
 @click.option("--burst", is_flag=True, help="End when nothing is ready any more.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="Lines for people, or for machines.",
+)
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
