@@ -84,7 +84,7 @@ async def enqueue(
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for it.",
+    help="How long to wait.",
 )
 @with_app
 async def call(

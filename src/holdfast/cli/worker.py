@@ -91,7 +91,7 @@ class Size(click.ParamType[int]):
     type=click.Choice(FORMATS),
     default="text",
     show_default=True,
-    help="Lines for people, or for machines.",
+    help="For people, or for machines.",
 )
 @click.option(
     "--log-level",
