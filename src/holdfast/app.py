@@ -23,7 +23,7 @@ from holdfast.pool import Pool
 from holdfast.queue import PullOptions, Queue
 from holdfast.runs import OnEvent
 from holdfast.storage import Storage
-from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker, clean_id
+from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker
 from holdfast.targets import find
 from holdfast.task import Definition, Handle, Task, TaskDecorator
 from holdfast.worker import Worker, choose, default_worker_name
@@ -189,12 +189,7 @@ class Holdfast(Generic[T]):
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
         """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
         limits of its queue, as `queue` takes them."""
-        told = read_token(token)
-        policy = self.queue(told.queue, **options).policy
-        (job,) = await self.storage.get(told.queue, [clean_id(told.id)])
-        if job is None or job.run is None or (job.run.fence, job.run.worker) != (told.fence, told.worker):
-            return None
-        return Lease(self._connection, told.queue, policy, job, told.worker, told.length_ms)
+        return await self.queue(read_token(token).queue, **options).holding(token)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""

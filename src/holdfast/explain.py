@@ -91,7 +91,8 @@ def _of_running(job: Job, now: int, alive: set[str]) -> list[str]:
 def _of_finished(job: Job, now: int) -> list[str]:
     assert job.outcome is not None
     outcome = job.outcome
-    told = [f"it has {outcome.state}, after {_jobs(job.attempts, 'run')}"]
+    ended = "was cancelled" if outcome.state is State.CANCELLED else f"has {outcome.state}"
+    told = [f"it {ended}, after {_jobs(job.attempts, 'run')}"]
     if outcome.state is State.FAILED:
         told[0] += f", with {_error(outcome.error)}"
         told.append("`holdfast retry` runs it once more")
@@ -102,7 +103,7 @@ def _of_finished(job: Job, now: int) -> list[str]:
 async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> int:
     """How many jobs that are due come before this one."""
     ahead, after = 0, None
-    while ahead < MOST_AHEAD:
+    for _ in range(MOST_AHEAD // 100):
         page = await storage.scan(queue, state=State.WAITING, after=after, limit=100)
         for other in page.jobs:
             if other.id == job.id:

@@ -32,8 +32,20 @@ class Lease:
     nothing was changed.
     """
 
-    def __init__(self, app: Connection, queue: str, policy: Policy, job: Job, worker: str, seconds_ms: int) -> None:
+    def __init__(
+        self,
+        app: Connection,
+        queue: str,
+        policy: Policy,
+        job: Job,
+        worker: str,
+        seconds_ms: int,
+        *,
+        restored: bool = False,
+    ) -> None:
         assert job.run is not None
+        self._restored = restored
+        """It was taken over: when it was claimed, by which clock, is not known here."""
         self._app = app
         self._policy = policy
         self._job = job
@@ -111,6 +123,10 @@ class Lease:
         self._extended.set()
         self.cancel_asked = bool(reply.cancel_asked)
         self.deadline = from_at(self._claimed_at + round((sent_at - self._began_at) * 1e6) + 1000 * length_ms)
+        if self._restored:
+            (job,) = await self._app.storage.get(self.queue, [self.id])
+            if job is not None and job.run is not None and job.run.fence == self.fence:
+                self.deadline = from_at(job.run.until_at)
         return True
 
     async def _keep_extending(self) -> None:
@@ -156,4 +172,4 @@ def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobErro
         return otherwise
     if isinstance(error, BaseException):
         return as_data(error, "retriable")
-    return cut(JobError(type=otherwise.type, message=error))
+    return cut(JobError(type=otherwise.type, message=error.encode("utf-8", "replace").decode()))

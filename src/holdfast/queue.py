@@ -31,7 +31,7 @@ from holdfast.jobs import (
     Update,
     Work,
 )
-from holdfast.lease import MAX_SECONDS_MS, MIN_SECONDS_MS, Lease
+from holdfast.lease import MAX_SECONDS_MS, MIN_SECONDS_MS, Lease, read_token
 from holdfast.options import (
     DEFAULT_WAIT_S,
     EnqueueOptions,
@@ -144,6 +144,14 @@ class Queue:
         bound = self.bind(payload, **options)
         return Handle(self.app, bound, await self.app.enqueue(bound))
 
+    async def call(
+        self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]
+    ) -> Any:
+        """Ask for a job and wait for its result; a cached one comes at once. Raises as `Handle.result` does."""
+        bound = self.bind(payload, **options)
+        bound.wait_s = to_wait_s(wait)
+        return await self.app.call(bound)
+
     async def retry(self, id: str | bytes) -> Handle[Any]:
         """Run a failed or cancelled job once more, as it was. Raises `JobNotFound` if there is nothing to run."""
         request = Request(clean_id(id), Work(None), update=Update(payload=False), named=True)
@@ -206,6 +214,16 @@ class Queue:
             if keeping is not None:
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
+
+    async def holding(self, token: str) -> Lease | None:
+        """A lease of this queue that was taken before, here or elsewhere, by its `token`; None if it is lost."""
+        told = read_token(token)
+        if told.queue != self.name:
+            raise OptionError(f"that is a lease of {told.queue}, not of {self.name}")
+        (job,) = await self.app.storage.get(self.name, [clean_id(told.id)])
+        if job is None or job.run is None or (job.run.fence, job.run.worker) != (told.fence, told.worker):
+            return None
+        return Lease(self.app, self.name, self.policy, job, told.worker, told.length_ms, restored=True)
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
         """The next job that may be worked on, and how long to wait before looking again if there is none."""

@@ -20,7 +20,7 @@ from holdfast.connection import Bound, Connection
 from holdfast.errors import NotOpen
 from holdfast.events import Event
 from holdfast.jobs import Cancelled, Kept, Placed, Repaired, Snapshot, State, Swept
-from holdfast.lease import Lease
+from holdfast.lease import Lease, read_token
 from holdfast.options import DEFAULT_WAIT_S, EnqueueOptions, Seconds, UsingOptions
 from holdfast.queue import JobInfo, PullOptions, Queue, Stats
 from holdfast.task import Handle, Using
@@ -183,6 +183,10 @@ class SyncLease:
         return self._lease.deadline
 
     @property
+    def token(self) -> str:
+        return self._lease.token
+
+    @property
     def cancel_asked(self) -> bool:
         return self._lease.cancel_asked
 
@@ -225,6 +229,13 @@ class SyncQueue:
 
     def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> SyncHandle[Any]:
         return SyncHandle(self._app, run(self._app, lambda: self._queue.enqueue(payload, **options)))
+
+    def call(self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]) -> Any:
+        return run(self._app, lambda: self._queue.call(payload, wait=wait, **options))
+
+    def holding(self, token: str) -> SyncLease | None:
+        lease = run(self._app, lambda: self._queue.holding(token))
+        return None if lease is None else SyncLease(self._app, lease)
 
     def retry(self, id: str | bytes) -> SyncHandle[Any]:
         return SyncHandle(self._app, run(self._app, lambda: self._queue.retry(id)))
@@ -308,6 +319,10 @@ class SyncApp:
     def queue(self, name: str, **options: Unpack[PullOptions]) -> SyncQueue:
         """See `Holdfast.queue`."""
         return SyncQueue(Queue(self._app, name, options))
+
+    def lease(self, token: str, **options: Unpack[PullOptions]) -> SyncLease | None:
+        """See `Holdfast.lease`."""
+        return self.queue(read_token(token).queue, **options).holding(token)
 
     def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""

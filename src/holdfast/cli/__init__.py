@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 import click
@@ -70,13 +72,27 @@ for _section in SECTIONS.values():
         commands.add_command(_command)
 
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
 def main() -> None:
     """The program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # What a terminal cannot show is spelled out.
     try:
-        commands(prog_name="holdfast")
+        status = commands(prog_name="holdfast", standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(status if isinstance(status, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except HoldfastError as error:
         mistake = isinstance(error, OptionError | PayloadRejected)
         end(MISTAKE if mistake else UNREACHABLE if isinstance(error, StorageUnavailable) else NO, str(error))
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # `| head` has seen enough.
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

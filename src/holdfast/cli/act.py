@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, as_json, end, number_of, say, say_json, with_app, with_present_app
+from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
 from holdfast.cli.look import STATES
 from holdfast.errors import JobNotFound
 from holdfast.jobs import Cancelled, Problem, State
@@ -108,7 +108,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
-@click.option("--every", type=click.FloatRange(0.1), metavar="SECONDS", help="Again and again, until interrupted.")
+@click.option("--every", type=Number(0.1), metavar="SECONDS", help="Again and again, until interrupted.")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="With --every: end after so many.")
 @with_present_app
 async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
@@ -189,8 +189,8 @@ async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes
     """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""
     chosen = app.queue(queue)
     wanted = states or tuple(state.value for state in Queue.PURGED)
-    if not yes:
-        click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?", abort=True)
+    if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):
+        end(NO, "nothing was deleted")
     say(f"{number_of(await chosen.purge(wanted), 'job')} deleted")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import math
 import os
 import sys
 import tomllib
@@ -32,11 +34,18 @@ class Settings(msgspec.Struct, frozen=True):
     """Where to work, from the command line, the environment or `[tool.holdfast]` in pyproject.toml, in this order."""
 
     url: str
+    source: str
+    """Who said so."""
     namespace: str
     app: str | None
 
     def open(self) -> Holdfast[None]:
-        return Holdfast(self.url, namespace=self.namespace)
+        if self.url.startswith("memory:"):
+            raise OptionError("memory:// ends with this command: use sqlite:///… or a server")
+        try:
+            return Holdfast(self.url, namespace=self.namespace)
+        except OptionError as error:
+            raise OptionError(f"{self.source}: {error}") from None
 
     def missing_file(self) -> Path | None:
         """The SQLite file, if that is what it is and there is none."""
@@ -47,15 +56,20 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def settings(url: str | None, namespace: str | None) -> Settings:
+    if url == "":
+        raise OptionError("--url is empty: is a variable of your shell not set?")
     file, project = _project()
     unknown = set(project) - {"url", "namespace", "app"}
     if unknown:
         raise OptionError(f"{file}: [tool.holdfast] has url, namespace and app, not {', '.join(sorted(unknown))}")
     for name, value in project.items():
         if not isinstance(value, str):
-            raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {value!r:.60}")
+            raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {type(value).__name__}")
+    sources = {"--url": url, URL_VARIABLE: os.environ.get(URL_VARIABLE), f"{file}": project.get("url")}
+    source, chosen = next(((name, told) for name, told in sources.items() if told), ("", DEFAULT_URL))
     return Settings(
-        url or os.environ.get(URL_VARIABLE) or project.get("url") or DEFAULT_URL,
+        chosen,
+        source,
         namespace or os.environ.get(NAMESPACE_VARIABLE) or project.get("namespace") or DEFAULT_NAMESPACE,
         project.get("app"),
     )
@@ -63,7 +77,10 @@ def settings(url: str | None, namespace: str | None) -> Settings:
 
 def _project() -> tuple[Path | None, dict[str, Any]]:
     """`[tool.holdfast]` of the pyproject.toml here, or in a folder above."""
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        return None, {}  # The folder was deleted under us.
     for folder in (here, *here.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -71,8 +88,15 @@ def _project() -> tuple[Path | None, dict[str, Any]]:
                 found = tomllib.loads(file.read_text(encoding="utf-8"))
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise OptionError(f"{file} cannot be read: {error}") from None
-            return file, dict(found.get("tool", {}).get("holdfast", {}))
+            return file, _table(_table(found, "tool", file), "holdfast", file)
     return None, {}
+
+
+def _table(found: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
+    told = found.get(name, {})
+    if not isinstance(told, dict):
+        raise OptionError(f"{file}: {name} is a table: [tool.holdfast] has url, namespace and app")
+    return cast("dict[str, Any]", told)
 
 
 def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -122,8 +146,9 @@ def say(text: str = "") -> None:
 
 
 def say_json(value: object) -> None:
-    """A line of JSON."""
-    click.echo(msgspec.json.encode(plain(value)).decode())
+    """A line of JSON, in which nothing can move a cursor either."""
+    text = msgspec.json.encode(plain(value)).decode()
+    click.echo(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -146,7 +171,9 @@ def _is_number(cell: str) -> bool:
 
 
 def plain(value: object) -> object:
-    """A value as JSON has it. Bytes that are text become text, others say that they are base64."""
+    """A value as JSON has it. Bytes that are text become text, others say that they are base64, as ids may."""
+    if isinstance(value, str):
+        return value if value.isascii() else plain(value.encode("utf-8", "surrogateescape"))
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -161,6 +188,16 @@ def plain(value: object) -> object:
     if isinstance(value, msgspec.Struct):
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     return value
+
+
+class Number(click.FloatRange):
+    """A number, and no nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 def number_of(count: int, what: str) -> str:
@@ -197,10 +234,13 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
     if raw:
         return data
     if text:
-        return data.decode("utf-8", "replace").removesuffix("\n")
+        try:
+            return data.decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise OptionError(f"the payload is no text ({error}): use --raw for bytes") from None
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(
             f"the payload is not JSON ({error}): quote it for the shell, or use --text for text, --raw for bytes"
         ) from None

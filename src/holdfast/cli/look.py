@@ -10,7 +10,20 @@ import click
 import msgspec
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, ago, as_json, end, plain, say, say_json, table, when, where, with_present_app
+from holdfast.cli.common import (
+    NO,
+    Number,
+    ago,
+    as_json,
+    end,
+    plain,
+    say,
+    say_json,
+    table,
+    when,
+    where,
+    with_present_app,
+)
 from holdfast.events import Event, Topic
 from holdfast.explain import explain as find_reasons
 from holdfast.jobs import QueueStats, Snapshot, State
@@ -24,19 +37,13 @@ RATES = ("enqueued", "completed", "failed", "retried")
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
-@click.option(
-    "--watch",
-    type=click.FloatRange(0.1),
-    is_flag=False,
-    flag_value=2.0,
-    metavar="[SECONDS]",
-    help="Again and again, with rates.  [2]",
-)
+@click.option("--watch", is_flag=True, help="Again and again, with rates, until interrupted.")
+@click.option("--every", type=Number(0.1), default=2.0, show_default=True, metavar="SECONDS", help="With --watch.")
 @click.option("--times", type=click.IntRange(1), metavar="N", help="With --watch: end after so many.")
 @as_json
 @with_present_app
 async def status(
-    app: Holdfast[None], queues: tuple[str, ...], *, watch: float | None, times: int | None, as_json: bool
+    app: Holdfast[None], queues: tuple[str, ...], *, watch: bool, every: float, times: int | None, as_json: bool
 ) -> None:
     """Show queues and workers in numbers.
 
@@ -46,24 +53,26 @@ async def status(
       holdfast status --watch
       holdfast status shop.tasks.report --json
     """
-    if times is not None and watch is None:
+    if times is not None and not watch:
         raise click.UsageError("--times is for --watch")
     before: Snapshot | None = None
-    rounds = itertools.count(1) if watch is not None else [1]
+    rounds = itertools.count(1) if watch else [1]
     for number in rounds:
         snapshot = await app.stats()
         chosen = [stats for stats in snapshot.queues if not queues or stats.queue in queues]
+        if queues and not chosen and not watch:
+            end(NO, f"there is no queue {', '.join(queues)} on {where(app)}")
         if as_json:
             say_json({"now": from_at(snapshot.now), "queues": chosen, "workers": snapshot.workers})
         else:
-            if watch is not None:
+            if watch:
                 click.clear()  # Does nothing unless this is a terminal.
             _show_status(snapshot, chosen, before)
             say(f"\non {where(app)}")
         before = snapshot
-        if watch is None or number == times:
+        if not watch or number == times:
             return
-        await asyncio.sleep(watch)
+        await asyncio.sleep(every)
 
 
 def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot | None) -> None:

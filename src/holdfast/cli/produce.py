@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, TIME_IS_UP, as_json, end, plain, read_payload, say, say_json, with_app
+from holdfast.cli.common import NO, TIME_IS_UP, Number, as_json, end, read_payload, say, say_json, with_app
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, WaitTimeout
 
 _payload_options = [
@@ -20,10 +20,10 @@ _payload_options = [
         type=click.Choice(["keep", "update", "raise"]),
         help="If the id is there: keep what is there (default), update it, or fail.",
     ),
-    click.option("--delay", type=click.FloatRange(0), metavar="SECONDS", help="Run it after so long."),
+    click.option("--delay", type=Number(0), metavar="SECONDS", help="Run it after so long."),
     click.option("--run-at", metavar="TIME", help="Run it then: 2027-01-31T08:00:00+01:00."),
     click.option("--priority", type=click.IntRange(0, 9), help="9 goes first.  [default: 5]"),
-    click.option("--timeout", type=click.FloatRange(0.001), metavar="SECONDS", help="Limit its runs."),
+    click.option("--timeout", type=Number(0.001), metavar="SECONDS", help="Limit its runs."),
 ]
 
 
@@ -41,6 +41,8 @@ def _options(run_at: str | None, **given: Any) -> dict[str, Any]:
             options["run_at"] = datetime.fromisoformat(run_at)
         except ValueError:
             raise click.BadParameter("write it as 2027-01-31T08:00:00+01:00", param_hint="--run-at") from None
+        if options["run_at"].tzinfo is None:
+            raise click.BadParameter("it has no time zone: add +01:00, or Z for UTC", param_hint="--run-at")
     return options
 
 
@@ -53,7 +55,8 @@ def _options(run_at: str | None, **given: Any) -> dict[str, Any]:
 async def enqueue(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, as_json: bool, **given: Any
 ) -> None:
-    """Ask for a job. PAYLOAD is JSON, or - for stdin; for a task, its arguments by name.
+    """Ask for a job. PAYLOAD is JSON, or - for stdin; for a task, its arguments by name. (One that begins with a dash
+    goes behind --.)
 
     \b
     Examples:
@@ -80,7 +83,7 @@ async def enqueue(
 @_asks
 @click.option(
     "--wait",
-    type=click.FloatRange(0),
+    type=Number(0),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
@@ -100,8 +103,8 @@ async def call(
     Exit status 1 if the job failed or was cancelled, 4 if it did not end within --wait (it goes on).
     """
     try:
-        handle = await app.queue(queue).enqueue(read_payload(payload, text=text, raw=raw), **_options(**given))
-        say_json(plain(await handle.result(wait=wait)))
+        asked = read_payload(payload, text=text, raw=raw)
+        say_json(await app.queue(queue).call(asked, wait=wait, **_options(**given)))
     except WaitTimeout as error:
         end(TIME_IS_UP, str(error))
     except (DuplicateJob, JobFailed, JobCancelled, JobForgotten) as error:

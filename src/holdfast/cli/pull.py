@@ -7,7 +7,7 @@ from typing import Any, cast
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, TIME_IS_UP, end, plain, read_payload, say, say_json, with_app
+from holdfast.cli.common import NO, TIME_IS_UP, Number, end, plain, read_payload, say, say_json, with_app
 from holdfast.lease import Lease
 from holdfast.queue import PullOptions
 
@@ -26,10 +26,8 @@ LOST = "the lease is lost: it expired, or was settled already. Another may be at
 
 @click.command()
 @click.argument("queue")
-@click.option(
-    "--seconds", type=click.FloatRange(0.1, 86_400), default=30.0, show_default=True, help="How long to hold it."
-)
-@click.option("--wait", type=click.FloatRange(0), default=30.0, show_default=True, help="How long to wait for a job.")
+@click.option("--seconds", type=Number(0.1, 86_400), default=30.0, show_default=True, help="How long to hold it.")
+@click.option("--wait", type=Number(0), default=30.0, show_default=True, help="How long to wait for a job.")
 @_limits
 @with_app
 async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: int | None) -> None:
@@ -81,7 +79,7 @@ async def complete(app: Holdfast[None], token: str, result: str | None, *, text:
 
 @click.command()
 @click.argument("token")
-@click.option("--seconds", type=click.FloatRange(0.1, 86_400), help="Hold it so long from now.  [default: as before]")
+@click.option("--seconds", type=Number(0.1, 86_400), help="Hold it so long from now.  [default: as before]")
 @click.option("--progress", help="How far it is: a JSON value that `holdfast show` shows.")
 @with_app
 async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
@@ -108,7 +106,7 @@ async def release(app: Holdfast[None], token: str) -> None:
 @click.argument("token")
 @click.argument("message", default="failed")
 @click.option("--retry", is_flag=True, help="It shall run again.")
-@click.option("--delay", type=click.FloatRange(0), metavar="SECONDS", help="With --retry: after so long.")
+@click.option("--delay", type=Number(0), metavar="SECONDS", help="With --retry: after so long.")
 @click.option("--max-retries", type=click.IntRange(0), help="With --retry: so often at most, then it has failed.")
 @with_app
 async def fail(

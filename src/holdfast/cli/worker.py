@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import click
 
 from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast.cli.common import look_here, settings
+from holdfast.cli.common import Number, look_here, settings
 from holdfast.connection import NAMESPACE_VARIABLE, URL_VARIABLE, Address
 from holdfast.errors import HoldfastError
 from holdfast.logs import FORMATS, Logs, set_up
@@ -29,16 +27,6 @@ from holdfast.worker import Worker, default_worker_name
 MAX_GRACE_S = 86_400.0
 
 log = logging.getLogger("holdfast.worker")
-
-
-class Number(click.FloatRange):
-    """A number, and no nan."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number: float = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is no number", param, ctx)
-        return number
 
 
 class Size(click.ParamType[int]):

@@ -193,7 +193,7 @@ def redact(url: str) -> str:
     if at:
         scheme, slashes, _ = head.partition("://")
         url = f"{scheme if slashes else ''}{slashes}***@{tail}"
-    return re.sub(r"(?i)((?:pass|secret|token|auth)[^=&]*=)[^&#]*", r"\1***", url)
+    return re.sub(r"(?i)((?:pass|pwd|secret|token|auth|cred|api_?key)[^=&]*=)[^&#]*", r"\1***", url)
 
 
 def _split(url: str) -> SplitResult:
