@@ -1,0 +1,95 @@
+"""Writes the usage and the options of every command into docs/cli.md; with --check, only says whether that is done.
+
+Each command has a place of its own on the page: `<!-- generated: NAME -->` to `<!-- end -->`. What stands around it is
+written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import click
+
+from holdfast.cli import commands
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+EVERYWHERE = ("url", "namespace")
+"""What nearly every command takes: told once, at the top of the page."""
+PLACE = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def main() -> int:
+    old = PAGE.read_text()
+    problems = missing(old)
+    new = filled(old) if not problems else old
+    if new != old:
+        if "--check" in sys.argv:
+            problems.append("docs/cli.md is not what the commands say: run tools/cli_docs.py")
+        else:
+            PAGE.write_text(new)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def missing(text: str) -> list[str]:
+    """Commands without exactly one place, and places without a command."""
+    places = [found[1] for found in PLACE.finditer(text)]
+    counts = {name: places.count(name) for name in {*commands.commands, *places}}
+    wrong = sorted(name for name in counts if name not in commands.commands or counts[name] != 1)
+    return [f"docs/cli.md: `{name}` has {counts[name]} places; one if it is a command, else none" for name in wrong]
+
+
+def filled(text: str) -> str:
+    def part(found: re.Match[str]) -> str:
+        return f"<!-- generated: {found[1]} -->\n{described(found[1])}\n<!-- end -->"
+
+    return PLACE.sub(part, text)
+
+
+def described(name: str) -> str:
+    """A command's usage, and its options as a table."""
+    command = commands.commands[name]
+    context = click.Context(command, info_name=f"holdfast {name}")
+    usage = " ".join(["holdfast", name, *command.collect_usage_pieces(context)])
+    options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    told = [option for option in options if name == "demo" or option.name not in EVERYWHERE]
+    lines = [f"    {usage}"]
+    if told:
+        lines += ["", "| option | |", "|---|---|", *map(row, told)]
+    return "\n".join(lines)
+
+
+def row(option: click.Option) -> str:
+    """An option: its names, what it takes, what it means, its limits and its default."""
+    takes = "" if option.is_flag else f" {option.metavar or _takes(option.type)}"
+    said = re.fullmatch(r"(.*?)(?:\s*\[(?:default: )?([^\]]*)\])?", option.help or "", re.DOTALL)
+    assert said is not None
+    default = said[2] or (f"{option.default:g}" if isinstance(option.default, float) else option.default)
+    notes = [said[1].strip(), _limits(option.type)]
+    if said[2] or option.show_default:
+        notes.append(f"Default: {default}.")
+    return f"| `{_cell(', '.join(option.opts) + takes)}` | {_cell(' '.join(note for note in notes if note))} |"
+
+
+def _takes(kind: click.ParamType) -> str:
+    if isinstance(kind, click.Choice):
+        return "|".join(kind.choices)
+    return {"integer range": "N", "float range": "SECONDS"}.get(kind.name, kind.name.upper())
+
+
+def _limits(kind: click.ParamType) -> str:
+    least, most = getattr(kind, "min", None), getattr(kind, "max", None)
+    if most is not None:
+        return f"{least:g} to {most:,g}."
+    return f"At least {least:g}." if least else ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
