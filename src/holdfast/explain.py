@@ -10,6 +10,7 @@ from holdfast.jobs import Job, QueueStats, State
 from holdfast.options import from_at
 from holdfast.policy import decode_error
 from holdfast.storage import Storage
+from holdfast.text import length
 
 MOST_AHEAD = 10_000
 """So many jobs are looked at to say how many are before this one."""
@@ -34,13 +35,13 @@ async def explain(storage: Storage, queue: str, id: str) -> Explained:
     snapshot = await storage.snapshot()
     stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
-    ahead = await _ahead(storage, queue, job, snapshot.now) if waits else 0
+    ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
     alive = {worker.worker for worker in snapshot.workers}
     return Explained(queue=queue, id=id, state=job.state, reasons=reasons(job, snapshot.now, stats, ahead, alive=alive))
 
 
-def reasons(job: Job, now: int, stats: QueueStats | None, ahead: int, *, alive: set[str]) -> list[str]:
-    """What there is to say. Pure."""
+def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:
+    """What there is to say. `ahead` is how many jobs are known to come first, and whether that is all. Pure."""
     match job.state:
         case State.WAITING:
             return _of_waiting(job, now, stats, ahead)
@@ -50,8 +51,9 @@ def reasons(job: Job, now: int, stats: QueueStats | None, ahead: int, *, alive: 
             return _of_finished(job, now)
 
 
-def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: int) -> list[str]:
+def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool]) -> list[str]:
     told: list[str] = []
+    jobs, counted = ahead
     if job.run_at > now:
         if job.error is not None and (job.retries or job.timeouts or job.stalls):
             told.append(f"it waits out a backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
@@ -61,14 +63,15 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: int) -> lis
         told.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
     if stats is None or not stats.workers:
         told.append("no live worker serves this queue")
-    if ahead:
-        told.append(f"{'at least ' if ahead >= MOST_AHEAD else ''}{_jobs(ahead)} in front of it")
+    if jobs or not counted:
+        told.append(f"{'' if counted else 'at least '}{_jobs(jobs)} in front of it")
     if not told:
         told.append("it is ready: the next worker with room takes it")
     counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
     happened = [f"{what} {_times(count)}" for what, count in counts.items() if count]
     if happened:
-        told.append(f"it has been {', '.join(happened)}")
+        last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
+        told.append(f"it has been {', '.join(happened)}{last}")
     return told
 
 
@@ -100,24 +103,24 @@ def _of_finished(job: Job, now: int) -> list[str]:
     return told
 
 
-async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> int:
-    """How many jobs that are due come before this one."""
+async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> tuple[int, bool]:
+    """How many jobs that are due come before this one, and whether all were looked at."""
     ahead, after = 0, None
     for _ in range(MOST_AHEAD // 100):
         page = await storage.scan(queue, state=State.WAITING, after=after, limit=100)
         for other in page.jobs:
             if other.id == job.id:
-                return ahead
+                return ahead, True
             ahead += other.run_at <= now
         after = page.after
         if after is None:
-            break
-    return ahead
+            return ahead, True
+    return ahead, False
 
 
 def _error(data: bytes | None) -> str:
     error = decode_error(data)
-    return f"{error.kind} error {error}"
+    return f"{error} ({error.kind})"
 
 
 def _jobs(count: int, what: str = "job") -> str:
@@ -131,4 +134,4 @@ def _times(count: int) -> str:
 def _at(at: int, now: int) -> str:
     there: datetime = from_at(at)
     seconds = (at - now) / 1e6
-    return f"{there:%Y-%m-%d %H:%M:%S} UTC ({f'in {seconds:.0f} s' if seconds >= 0 else f'{-seconds:.0f} s ago'})"
+    return f"{there:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 
 import click
@@ -14,7 +13,7 @@ from holdfast.cli.common import MISTAKE, NO, UNREACHABLE, end
 from holdfast.cli.demo import demo
 from holdfast.cli.doctor import doctor
 from holdfast.cli.look import events, explain, jobs, show, status
-from holdfast.cli.produce import call, enqueue
+from holdfast.cli.produce import call, enqueue, result
 from holdfast.cli.pull import complete, extend, fail, lease, release
 from holdfast.cli.worker import worker
 from holdfast.errors import HoldfastError, OptionError, PayloadRejected, StorageUnavailable
@@ -22,7 +21,7 @@ from holdfast.version import VERSION
 
 SECTIONS = {
     "Begin": [demo, worker],
-    "Ask for jobs": [enqueue, call],
+    "Ask for jobs": [enqueue, call, result],
     "Work from a shell, or in any language": [lease, complete, extend, release, fail],
     "Look": [status, jobs, show, explain, events, doctor],
     "Act": [cancel, retry, pause, resume, evict, purge],
@@ -83,7 +82,6 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # What a terminal cannot show is spelled out.
     try:
         status = commands(prog_name="holdfast", standalone_mode=False)
-        sys.stdout.flush()
         sys.exit(status if isinstance(status, int) else 0)
     except click.ClickException as error:
         error.show()
@@ -93,6 +91,3 @@ def main() -> None:
         end(MISTAKE if mistake else UNREACHABLE if isinstance(error, StorageUnavailable) else NO, str(error))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `| head` has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

@@ -11,7 +11,7 @@ from holdfast.app import Holdfast
 from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
 from holdfast.cli.look import STATES
 from holdfast.errors import JobNotFound
-from holdfast.jobs import Cancelled, Problem, State
+from holdfast.jobs import Cancelled, Placed, Problem, State
 from holdfast.queue import Queue
 
 
@@ -53,7 +53,7 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
         try:
             handle = await where.retry(id)
             if not everything:
-                say(f"{handle.placed} {id}")
+                say(f"{'runs once more:' if handle.placed is Placed.NEW else handle.placed} {id}")
         except JobNotFound as error:
             missing += 1
             click.secho(f"holdfast: {error}", fg="red", err=True)
@@ -87,9 +87,10 @@ async def resume(app: Holdfast[None], queue: str) -> None:
 @click.option("--now", is_flag=True, help="Take its jobs back at once. Their runs may overlap with new ones.")
 @with_present_app
 async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
-    """Ask a worker to stop: it finishes what it has within its grace, gives back the rest, and exits.
+    """Ask a worker to stop.
 
-    Exit status 1 if there is no worker of that name.
+    It finishes what it has within its grace, gives back the rest, and exits. Exit status 1 if there is no worker of
+    that name.
     """
     there = await app.evict(worker)
     taken = 0

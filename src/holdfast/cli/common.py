@@ -23,7 +23,7 @@ from holdfast.app import Holdfast
 from holdfast.connection import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
 from holdfast.errors import OptionError
 from holdfast.storage import DEFAULT_URL
-from holdfast.text import printable
+from holdfast.text import length, printable
 
 NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
 """Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot
@@ -123,7 +123,11 @@ def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Cal
             async with app:
                 await command(app, *args, **kwargs)
 
-        asyncio.run(main())
+        try:
+            asyncio.run(main())
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has seen enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return run
 
@@ -209,18 +213,10 @@ def where(app: Holdfast[Any]) -> str:
     return repr(app.storage).strip("<>").partition(" ")[2]
 
 
-def ago(seconds: float) -> str:
-    """A length of time, short: 3 s, 2 min, 5 h, 4 d."""
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-
-
 def when(at: datetime, now: datetime) -> str:
     """A point in time, and how far it is by the storage's clock."""
     seconds = (at - now).total_seconds()
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({'in ' + ago(seconds) if seconds >= 0 else ago(-seconds) + ' ago'})"
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"
 
 
 # What is given

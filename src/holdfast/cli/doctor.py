@@ -23,10 +23,11 @@ LOOKS = 20
 @as_json
 @with_present_app
 async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> None:
-    """Check the storage: version, what it keeps, eviction, clock, latency, layout; and queues that nobody serves.
+    """Check the storage, and whether all queues are served.
 
-    With MODULE:APP (or `app` in [tool.holdfast]) queues that have no task in that app are told, too. Exit status 1 if
-    there is something to see to.
+    It tells version, what is kept when something dies, eviction, clock, latency and layout. With MODULE:APP (or `app`
+    in [tool.holdfast]) queues that have no task in that app are told, too. Exit status 1 if there is something to see
+    to.
     """
     about = await app.storage.about()
     latency_ms = await _latency_ms(app)

@@ -13,7 +13,6 @@ from holdfast.app import Holdfast
 from holdfast.cli.common import (
     NO,
     Number,
-    ago,
     as_json,
     end,
     plain,
@@ -29,7 +28,7 @@ from holdfast.explain import explain as find_reasons
 from holdfast.jobs import QueueStats, Snapshot, State
 from holdfast.options import from_at
 from holdfast.queue import JobInfo
-from holdfast.text import printable
+from holdfast.text import length, printable
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")
@@ -90,7 +89,7 @@ def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot 
                 worker.facts.get("executor", ""),
                 f"{worker.facts.get('used', 0)}/{worker.facts.get('capacity', 0)}",
                 worker.facts.get("running", 0),
-                ago((snapshot.now - worker.beat_at) / 1e6),
+                length((snapshot.now - worker.beat_at) / 1e6),
                 worker.facts.get("version", ""),
                 "asked to stop" if worker.evict_asked else "",
             )
@@ -111,7 +110,7 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
     return [
         stats.queue,
         *(stats.ready, stats.scheduled, stats.running, stats.retrying, stats.failed),
-        ago(stats.oldest_ready_ms / 1000) if stats.ready else "-",
+        length(stats.oldest_ready_ms / 1000) if stats.ready else "-",
         len(stats.workers),
         *rates,
         f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else "",
@@ -184,7 +183,7 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
         return
     for name, value in told.items():
         if name == "error" and job.error is not None:
-            value = f"{job.error.kind}: {job.error}"
+            value = f"{job.error} ({job.error.kind})"
         elif name in ("payload", "result", "progress") and value is not None:
             value = msgspec.json.encode(plain(value)).decode()
         if value is not None:

@@ -8,8 +8,19 @@ from typing import Any
 import click
 
 from holdfast.app import Holdfast
-from holdfast.cli.common import NO, TIME_IS_UP, Number, as_json, end, read_payload, say, say_json, with_app
-from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, WaitTimeout
+from holdfast.cli.common import (
+    NO,
+    TIME_IS_UP,
+    Number,
+    as_json,
+    end,
+    read_payload,
+    say,
+    say_json,
+    with_app,
+    with_present_app,
+)
+from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
 
 _payload_options = [
     click.option("--text", is_flag=True, help="The payload is text, not JSON."),
@@ -106,6 +117,25 @@ async def call(
         asked = read_payload(payload, text=text, raw=raw)
         say_json(await app.queue(queue).call(asked, wait=wait, **_options(**given)))
     except WaitTimeout as error:
-        end(TIME_IS_UP, str(error))
+        served = (await app.queue(queue).stats()).workers
+        end(TIME_IS_UP, str(error) if served else f"{error}, once a worker serves {queue}: none does")
     except (DuplicateJob, JobFailed, JobCancelled, JobForgotten) as error:
+        end(NO, str(error))
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("id")
+@click.option("--wait", type=Number(0), default=30.0, show_default=True, metavar="SECONDS", help="How long to wait.")
+@with_present_app
+async def result(app: Holdfast[None], queue: str, id: str, *, wait: float) -> None:
+    """Wait for a job that was asked for, and print its result, as JSON.
+
+    Exit status 1 if it failed, was cancelled or is not there, 4 if it did not end within --wait.
+    """
+    try:
+        say_json(await app.queue(queue).result(id, wait=wait))
+    except WaitTimeout as error:
+        end(TIME_IS_UP, str(error))
+    except (JobFailed, JobCancelled, JobForgotten, JobNotFound) as error:
         end(NO, str(error))

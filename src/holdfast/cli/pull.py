@@ -8,6 +8,7 @@ import click
 
 from holdfast.app import Holdfast
 from holdfast.cli.common import NO, TIME_IS_UP, Number, end, plain, read_payload, say, say_json, with_app
+from holdfast.jobs import State
 from holdfast.lease import Lease
 from holdfast.queue import PullOptions
 
@@ -31,7 +32,9 @@ LOST = "the lease is lost: it expired, or was settled already. Another may be at
 @_limits
 @with_app
 async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: int | None) -> None:
-    """Take the next job of a queue for some time, and print it as JSON: token, id, attempt, deadline, payload.
+    """Take the next job of a queue, and print it as JSON.
+
+    It has a token, id, attempt, deadline and payload, and is yours for --seconds.
 
     \b
     Example, one job of a worker in a shell (jq reads JSON):
@@ -117,7 +120,10 @@ async def fail(
         raise click.UsageError("--delay and --max-retries are for --retry")
     held = await _held(app, token, max_retries=max_retries)
     if retry:
-        _settled(await held.retry(delay=delay, error=message), "to be tried again")
+        ok = await held.retry(delay=delay, error=message)
+        job = await app.queue(held.queue).get(held.id)
+        over = job is not None and job.state is State.FAILED
+        _settled(ok, "failed: it was tried too often" if over else "to be tried again")
     else:
         _settled(await held.fail(message), "failed")
 

@@ -47,13 +47,17 @@ class Size(click.ParamType[int]):
 
 
 @click.command()
-@click.argument("target", metavar="MODULE:APP")
+@click.argument("target", metavar="MODULE[:APP]")
 @click.option("--queues", multiple=True, metavar="PATTERN", help="Serve these only: a name or 'reports.*'. Repeatable.")
 @click.option(
     "--processes", type=click.IntRange(1, MAX_PROCESSES), help="Child processes.  [default: one for each CPU]"
 )
 @click.option("--inline", is_flag=True, help="Run jobs in this process: less memory, but a hung job cannot be killed.")
-@click.option("--concurrency", type=click.IntRange(1), help="At most so many jobs at one time, in all.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    help="At most so many jobs at one time, in all.  [default: what their sizes allow, 10 a child]",
+)
 @click.option("--name", help="The worker's name.  [default: host, process and a random part]")
 @click.option(
     "--lease",
@@ -106,7 +110,8 @@ def worker(
 ) -> None:
     """Run the jobs of an app, in child processes.
 
-    MODULE:APP is where the app is: shop.tasks:app for the `app` in shop/tasks.py.
+    MODULE:APP is where the app is: shop.tasks:app for the `app` in shop/tasks.py; MODULE will do if it has only one.
+    The app says where its jobs are: Holdfast(url), or HOLDFAST_URL.
 
     \b
     Examples:
