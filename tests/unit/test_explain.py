@@ -1,0 +1,164 @@
+"""Why a job is not running: every reason, from a record, its queue and the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast
+from holdfast.errors import JobError
+from holdfast.explain import explain, reasons
+from holdfast.jobs import Job, Next, Outcome, QueueStats, Run, State, Work
+from holdfast.policy import encode_error
+
+NOW = 1_800_000_000_000_000
+SECOND = 1_000_000
+WORK = Work(b"{}")
+
+
+def job(**fields: Any) -> Job:
+    return Job("one", WORK, NOW - SECOND, **{"run_at": NOW, "arrival": NOW, **fields})
+
+
+def queue(*workers: str, **fields: Any) -> QueueStats:
+    counts = dict.fromkeys(
+        ["ready", "scheduled", "running", "retrying", "deferred", "completed", "failed", "cancelled"], 0
+    )
+    rest = {"oldest_ready_ms": 0, "paused": False, "reason": "", "workers": list(workers), "totals": {}}
+    return QueueStats(queue="emails", **{**counts, **rest, **fields})
+
+
+def told(record: Job, stats: QueueStats | None = None, ahead: int = 0, alive: set[str] | None = None) -> list[str]:
+    return reasons(record, NOW, stats or queue("postman"), (ahead, True), alive=alive or {"postman"})
+
+
+def error(kind: Any = "retriable") -> bytes:
+    return encode_error(JobError(type="ValueError", message="no such user", kind=kind))
+
+
+def test_a_job_that_nothing_holds_up_is_ready() -> None:
+    assert told(job()) == ["it is ready: the next worker with room takes it"]
+
+
+def test_a_job_that_is_due_at_this_instant_is_not_scheduled() -> None:
+    assert told(job(run_at=NOW)) == told(job(run_at=NOW - SECOND))
+    assert told(job(run_at=NOW + 1)) != told(job(run_at=NOW))
+
+
+def test_a_scheduled_job_says_when_in_utc_and_how_long_that_is() -> None:
+    assert told(job(run_at=NOW + 90 * SECOND)) == ["it is scheduled for 2027-01-15 08:01:30 UTC (in 90 s)"]
+
+
+@pytest.mark.parametrize(
+    ("count", "what"), [("retries", "retried once"), ("timeouts", "timed out once"), ("stalls", "stalled once")]
+)
+def test_a_backoff_says_after_which_error(count: str, what: str) -> None:
+    record = job(run_at=NOW + 90 * SECOND, error=error("timeout"), **{count: 1})
+    until = "it waits out a backoff until 2027-01-15 08:01:30 UTC (in 90 s)"
+    assert told(record) == [f"{until}, after ValueError: no such user (timeout)", f"it has been {what}"]
+
+
+def test_an_error_that_somebody_else_wrote_is_told_too() -> None:
+    record = job(run_at=NOW + SECOND, error=b"\xff no JSON", retries=1)
+    assert told(record)[0].endswith("after Error: \ufffd no JSON (retriable)")
+
+
+def test_a_job_with_an_error_but_no_count_is_only_scheduled() -> None:
+    """Its counts were reset, because somebody asked for it anew."""
+    assert told(job(run_at=NOW + SECOND, error=error()))[0].startswith("it is scheduled for")
+
+
+def test_counts_are_told_in_words() -> None:
+    happened = told(job(retries=2, timeouts=1, stalls=3))[-1]
+    assert happened == "it has been retried 2 times, timed out once, stalled 3 times"
+
+
+def test_the_last_error_of_a_job_that_is_due_again_is_told() -> None:
+    happened = told(job(retries=2, error=error()))[-1]
+    assert happened == "it has been retried 2 times, the last time with ValueError: no such user (retriable)"
+
+
+def test_a_paused_queue_says_why_if_that_is_known() -> None:
+    assert told(job(), queue("postman", paused=True)) == ["the queue is paused"]
+    assert told(job(), queue("postman", paused=True, reason="no stamps")) == ["the queue is paused: no stamps"]
+
+
+def test_a_queue_without_a_worker_says_so_also_if_it_is_not_known() -> None:
+    assert told(job(), queue()) == ["no live worker serves this queue"]
+    assert reasons(job(), NOW, None, (0, True), alive=set()) == ["no live worker serves this queue"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "sentence"),
+    [
+        ((1, True), "1 job in front of it"),
+        ((2, True), "2 jobs in front of it"),
+        ((700, False), "at least 700 jobs in front of it"),
+        ((0, False), "at least 0 jobs in front of it"),
+    ],
+)
+def test_jobs_in_front_are_counted(ahead: tuple[int, bool], sentence: str) -> None:
+    assert reasons(job(), NOW, queue("postman"), ahead, alive=set()) == [sentence]
+
+
+async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many jobs before it are not due, and do not count, but have to be looked at."""
+    monkeypatch.setattr("holdfast.explain.MOST_AHEAD", 100)
+    async with Holdfast("memory://") as app:
+        queue = app.queue("emails")
+        await queue.enqueue(None, priority=9)
+        await app.enqueue_many(queue.bind(None, priority=9, delay=60) for _ in range(150))
+        await queue.enqueue(None, id="last")
+        assert "at least 1 job in front of it" in (await explain(app.storage, "emails", "last")).reasons
+
+
+def test_all_that_holds_a_job_up_is_told() -> None:
+    record = job(run_at=NOW + SECOND, error=error(), retries=1)
+    sentences = told(record, queue(paused=True, reason="no stamps"), ahead=3)
+    beginnings = ["it waits out a backoff", "the queue is paused: no stamps", "no live worker", "3 jobs", "it has been"]
+    assert [bool(said.startswith(begins)) for said, begins in zip(sentences, beginnings, strict=True)] == [True] * 5
+
+
+def running(until_s: float = 10, worker: str = "postman", **fields: Any) -> Job:
+    return job(attempts=2, run=Run(worker, 7, 10_000, NOW + round(until_s * SECOND), **fields))
+
+
+def test_a_running_job_says_where() -> None:
+    assert told(running()) == ["it runs on worker postman, attempt 2"]
+
+
+def test_the_lease_of_a_worker_that_is_not_announced_is_told() -> None:
+    lease = "its lease lasts until 2027-01-15 08:00:10 UTC (in 10 s)"
+    assert told(running(worker="pull-1")) == ["it runs on worker pull-1, attempt 2", lease]
+
+
+@pytest.mark.parametrize("record", [running(-5), running(-5, overdue=True)])
+def test_an_expired_lease_is_taken_back_soon(record: Job) -> None:
+    by = "its lease was to be extended by 2027-01-15 07:59:55 UTC (5.0 s ago)"
+    assert told(record)[1:] == [f"{by}: soon it is taken back"]
+    unheard = told(record, alive={"another"})[1:]
+    assert unheard == [f"{by}, and that worker has not been heard of: soon it is taken back"]
+
+
+def test_a_run_that_is_asked_to_stop_and_is_followed_says_both() -> None:
+    record = running(cancel_asked=True, next=Next(NOW, WORK, NOW, NOW))
+    asked, deferred = told(record)[1:]
+    assert asked == "it was asked to stop, and has not yet"
+    assert deferred.startswith("a newer request is deferred")
+
+
+@pytest.mark.parametrize(
+    ("state", "attempts", "first"),
+    [
+        (State.COMPLETED, 1, "it has completed, after 1 run"),
+        (State.FAILED, 3, "it has failed, after 3 runs, with ValueError: no such user (permanent)"),
+        (State.CANCELLED, 0, "it was cancelled, after 0 runs"),
+    ],
+)
+def test_a_job_that_has_ended_says_how_and_until_when_it_is_remembered(state: State, attempts: int, first: str) -> None:
+    failed = state is State.FAILED
+    outcome = Outcome(NOW, state, NOW - SECOND, NOW + 60 * SECOND, error=error("permanent") if failed else None)
+    retry = ["`holdfast retry` runs it once more"] if failed else []
+    remembered = "it is remembered until 2027-01-15 08:01:00 UTC (in 60 s)"
+    assert told(job(attempts=attempts, outcome=outcome)) == [first, *retry, remembered]
