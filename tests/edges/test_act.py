@@ -78,7 +78,7 @@ async def test_retry_runs_jobs_once_more_as_they_were_and_with_all_every_failed_
         again = await queue.get("a")
         assert again is not None
         assert (again.payload, again.retries) == ({"of": "a"}, 0)
-        assert (await edge.run("retry", "q", "stopped")).lines == ["new stopped"]
+        assert (await edge.run("retry", "q", "stopped")).lines == ["runs once more: stopped"]
 
 
 async def test_wrong_uses_are_2_and_touch_nothing(tmp_path: Path) -> None:
