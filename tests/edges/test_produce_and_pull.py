@@ -72,6 +72,7 @@ async def test_on_conflict_says_what_becomes_of_an_id_that_is_there(run: Run, ap
     assert run("call", "emails", "6", "--id", "a")[:2] == (0, '"all done"\n')
 
 
+@pytest.mark.storages("sqlite")
 async def test_a_payload_is_json_text_or_bytes_from_the_line_or_from_stdin(run: Run, app: Holdfast[Any]) -> None:
     async def taken() -> object:
         lease = await take(app)
@@ -173,8 +174,9 @@ async def test_a_call_prints_the_result_or_says_why_there_is_none(run: Run, plac
         assert failed.says_no(1, "ValueError: no such user")
         assert harmless(failed.err)
         assert late.says_no(4, "late")
+        waiting = asyncio.create_task(asyncio.to_thread(run, "result", "wait", "late"))
         blocked.set()
-        assert await app.queue("wait").result("late", wait=10) == "done"
+        assert await waiting == (0, '"done"\n', "")
         await app.queue("wait").pause()
         cancelled = asyncio.create_task(call("wait", "{}", "--id", "never"))
         await until(lambda: app.queue("wait").cancel("never"))
