@@ -21,12 +21,13 @@ from holdfast.lease import Lease, read_token
 from holdfast.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
 from holdfast.pool import Pool
 from holdfast.queue import PullOptions, Queue
+from holdfast.reports import default_worker_name
 from holdfast.runs import OnEvent
 from holdfast.storage import Storage
 from holdfast.storage.checks import FAILED_SUFFIX, check_queue, check_worker
 from holdfast.targets import find
 from holdfast.task import Definition, Handle, Task, TaskDecorator
-from holdfast.worker import Worker, choose, default_worker_name
+from holdfast.worker import Worker, choose
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-import itertools
 import logging
-import os
 import random
-import secrets
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Self
@@ -27,20 +23,15 @@ from holdfast.execution import timed_out
 from holdfast.feed import Feed
 from holdfast.fleet import Fleet, Served
 from holdfast.hooks import Teller, Trouble
-from holdfast.jobs import Complete, Facts, Fail, Job, Release, Retry, Settled
-from holdfast.policy import Ended, Policy, Raised, Stopped, Terms, TimedOut, admit, decode_error, fence_of, verdict
+from holdfast.jobs import Complete, Facts, Job, Release, Settled
+from holdfast.policy import Ended, Policy, Raised, Stopped, Terms, TimedOut, admit, fence_of, verdict
+from holdfast.reports import event_of, facts_of, jobs_log, log_event
 from holdfast.runs import Executor, Listener, OnEvent, Run, RunEvent
 from holdfast.storage import Storage
 from holdfast.storage.checks import FAILED_SUFFIX
-from holdfast.text import printable
-from holdfast.version import VERSION
 
 log = logging.getLogger("holdfast.worker")
-jobs_log = logging.getLogger("holdfast.jobs")
-"""One line for each thing that happens to a job."""
 
-MAX_NAMED_BYTES = 48_000
-"""Of the queues that a worker serves, so much is in its record."""
 QUICK_S = 1.0
 """The most that a run gets to end when a stop is to be quick."""
 
@@ -370,16 +361,7 @@ class Worker:
         self._executor.stop(run, "lease_lost", kill_at=kill_at)
 
     def _facts(self) -> Facts:
-        return {
-            "queues": _as_many_as_fit(self.queues),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "version": VERSION,
-            "executor": self._executor.name,
-            "capacity": self._fleet.capacity,
-            "used": self._fleet.used,
-            "running": self._fleet.runs,
-        }
+        return facts_of(self._executor.name, self._fleet)
 
     def _evicted(self) -> None:
         if not self._stop_asked.is_set():
@@ -419,28 +401,9 @@ class Worker:
                 log.warning("job %r of %s is another's: what this run gave is refused", outcome.job.id, queue)
             elif reply is Settled.OK and (told or not isinstance(outcome.settlement, usual)):
                 started_at = None if run is None else run.started_at
-                event = _event_of(queue, outcome, 0.0 if started_at is None else now - started_at)
+                event = event_of(queue, outcome, 0.0 if started_at is None else now - started_at)
                 self._teller.event(event)
-                self._log(event)
-
-    def _log(self, event: RunEvent) -> None:
-        said = "" if event.error is None else f": {printable(str(event.error))[:300]}"
-        jobs_log.log(
-            logging.WARNING if event.kind in (Kind.FAILED, Kind.STALLED, Kind.TIMED_OUT) else logging.INFO,
-            "%s %s of %s, attempt %d, %.3f s%s",
-            *(event.kind, printable(event.id), event.queue, event.attempt, event.seconds, said),
-            extra={
-                "facts": {
-                    "event": event.kind,
-                    "queue": event.queue,
-                    "id": event.id,
-                    "attempt": event.attempt,
-                    "seconds": round(event.seconds, 6),
-                    "worker": self.name,
-                    **({} if event.error is None else {"error": event.error.type, "kind": event.error.kind}),
-                }
-            },
-        )
+                log_event(event, self.name)
 
     def _drained(self) -> None:
         if self._burst:  # What was left behind may be ready, and hints may come late.
@@ -451,16 +414,6 @@ class Worker:
     def _changed(self) -> None:
         if self._feed is not None:
             self._feed.changed()
-
-
-def _as_many_as_fit(names: Sequence[str]) -> list[str]:
-    """The names that a worker's record has room for."""
-    sizes = itertools.accumulate(len(name) + 4 for name in names)
-    return [name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMED_BYTES]
-
-
-def default_worker_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str]:
@@ -475,25 +428,3 @@ def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str
             raise OptionError(f"no task is named like {pattern!r:.80}: there are {', '.join(tasks)}")
     chosen = {name for name in tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     return [name for name in names if name.removesuffix(FAILED_SUFFIX) in chosen]
-
-
-def _event_of(queue: str, outcome: Outcome, seconds: float) -> RunEvent:
-    kind = Kind.RELEASED
-    error: bytes | None = None
-    match outcome.settlement:
-        case Complete():
-            kind = Kind.COMPLETED
-        case Fail(error=error):
-            kind = Kind.FAILED
-        case Retry(error=error, counts=counts):
-            kind = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}[counts]
-        case Release():
-            pass
-    return RunEvent(
-        kind=kind,
-        queue=queue,
-        id=outcome.job.id,
-        attempt=outcome.job.attempts,
-        seconds=seconds,
-        error=None if error is None else decode_error(error),
-    )

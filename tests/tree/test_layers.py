@@ -15,7 +15,15 @@ LAYERS = [
     *(("version", "text", "errors"), ("clock",), ("jobs",), ("events",), ("machine",), ("options",), ("policy",)),
     *(("fleet",), ("storage",), ("waiters",), ("codec",), ("arguments", "exceptions"), ("runs",), ("execution",)),
     *(("hooks",), ("steps", "logs"), ("processes", "frames"), ("children",), ("relay",), ("inline", "pool")),
-    *(("beat", "drain"), ("feed",), ("worker",), ("targets",), ("connection",), ("lease",), ("task", "queue", "sync")),
+    *(
+        ("beat", "drain"),
+        ("feed", "reports"),
+        ("worker",),
+        ("targets",),
+        ("connection",),
+        ("lease",),
+        ("task", "queue", "sync"),
+    ),
     *(("app",), ("explain",), ("child", "testing"), ("pytest_plugin",), ("cli",), ("__main__",)),
 ]
 """From the values up: a module may import from its own layer and those before it."""

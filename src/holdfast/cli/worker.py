@@ -19,10 +19,11 @@ from holdfast.connection import NAMESPACE_VARIABLE, URL_VARIABLE, Address
 from holdfast.errors import HoldfastError
 from holdfast.logs import FORMATS, Logs, set_up
 from holdfast.pool import Pool
+from holdfast.reports import default_worker_name
 from holdfast.storage import Storage, connect
 from holdfast.storage.checks import check_worker
 from holdfast.targets import load, split
-from holdfast.worker import Worker, default_worker_name
+from holdfast.worker import Worker
 
 MAX_GRACE_S = 86_400.0
 
