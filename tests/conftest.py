@@ -19,6 +19,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LONGEST = ("test_agreement.py", "test_histories.py", "test_fuzz.py")
+"""Files that take a minute or more."""
+LONG = ("worker", "edges", "redis")
+"""Folders whose tests wait for processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long begins first: a file is run by one of two processes, and the other should not wait for it."""
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path.parent.name not in LONG))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """One of several processes tells the first which servers it used."""
     told = getattr(session.config, "workeroutput", None)
