@@ -40,7 +40,6 @@ async def counts(scene: Scene, queue: str, id: str) -> tuple[int, int, int, int]
     return job.stalls, job.retries, job.timeouts, job.attempts
 
 
-@pytest.mark.storages("sqlite")
 async def test_however_a_process_dies_each_of_its_jobs_has_one_stall_and_no_other_job_has_any(scene: Scene) -> None:
     kinds = ON_THE_LOOP + ON_A_THREAD
     processes = len(kinds) + 1

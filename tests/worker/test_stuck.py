@@ -34,7 +34,6 @@ def queue_of(kind: str, name: str = "stuck") -> str:
     return name if kind in ON_THE_LOOP else f"{name}.thread"
 
 
-@pytest.mark.storages("sqlite")
 async def test_whatever_a_run_is_stuck_in_it_is_dead_in_time_and_counted_once_before_it_runs_again(
     scene: Scene,
 ) -> None:
