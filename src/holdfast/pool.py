@@ -90,8 +90,8 @@ class Pool(Executor):
         await super().open(fleet, to)
         started = asyncio.Event()
         self._main = asyncio.create_task(self._supervise(started), name="holdfast pool")
-        await started.wait()
         try:
+            await started.wait()
             first = self._spawn()
             await self._until(lambda: first.hello is not None or first.failure is not None)
             if first.failure is not None:

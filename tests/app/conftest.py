@@ -45,11 +45,16 @@ class Place:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    give_places(metafunc, STORAGES)
+
+
+def give_places(metafunc: pytest.Metafunc, storages: list[str]) -> None:
+    """A test that takes a `place` runs once on each of these storages, of those that it is for."""
     if "place" in metafunc.fixturenames:
-        wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
+        wanted: list[str] = metafunc.config.getoption("--storage") or storages
         marker = metafunc.definition.get_closest_marker("storages")
-        only: tuple[str, ...] = marker.args if marker else tuple(STORAGES)
-        names = [name for name in STORAGES if name in wanted and name in only]
+        only: tuple[str, ...] = marker.args if marker else tuple(storages)
+        names = [name for name in storages if name in wanted and name in only]
         metafunc.parametrize("place", names, indirect=True)
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from holdfast import Holdfast
-from tests.app.conftest import Place, until
+from tests.app.conftest import Place, give_places, place, until
 
-__all__ = ["Program", "Result", "Run", "harmless", "until"]
+__all__ = ["Program", "Result", "Run", "harmless", "place", "until"]
 
 STORAGES = ["sqlite", "valkey"]
 PROGRAM = (sys.executable, "-m", "holdfast")
@@ -31,19 +31,7 @@ PATIENCE_S = 30.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
-        marker = metafunc.definition.get_closest_marker("storages")
-        only: tuple[str, ...] = marker.args if marker else tuple(STORAGES)
-        names = [name for name in STORAGES if name in wanted and name in only]
-        metafunc.parametrize("place", names, indirect=True)
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    place = Place(request.param, tmp_path)
-    yield place
-    assert place.clear() == []
+    give_places(metafunc, STORAGES)
 
 
 @pytest.fixture

@@ -15,17 +15,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast import Holdfast
-from tests.app.conftest import Place, until
+from tests.app.conftest import Place, give_places, place, until
 from tests.worker.scene import NAMESPACE, NOTES
 
-__all__ = ["Scene", "WorkerProcess", "until"]
+__all__ = ["Scene", "WorkerProcess", "place", "until"]
 
 STORAGES = ["sqlite", "valkey"]
 ROOT = Path(__file__).parents[2]
@@ -33,19 +33,7 @@ MARK = "HOLDFAST_TEST_MARK"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        wanted: list[str] = metafunc.config.getoption("--storage") or STORAGES
-        marker = metafunc.definition.get_closest_marker("storages")
-        only: tuple[str, ...] = marker.args if marker else tuple(STORAGES)
-        names = [name for name in STORAGES if name in wanted and name in only]
-        metafunc.parametrize("place", names, indirect=True)
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    place = Place(request.param, tmp_path)
-    yield place
-    assert place.clear() == []
+    give_places(metafunc, STORAGES)
 
 
 class WorkerProcess:
