@@ -191,7 +191,8 @@ class Wire:
         transport.write(packed(request.args))
 
     def _reconnect(self) -> None:
-        if self._connecting is None and not self._closed:
+        """Connect, unless somebody was quicker: a second link would answer what was asked on the first."""
+        if self._link is None and self._connecting is None and not self._closed:
             self._connecting = self._loop.create_task(self._open(), name=f"holdfast wire {self.name}")
 
     async def _open(self) -> None:
@@ -216,22 +217,22 @@ class Wire:
             self._connecting = None
 
     def _begin(self, link: Link) -> None:
-        feed = Feed(self._take, lambda trouble: self._lost(link, trouble))
+        feed = Feed(lambda reply: self._take(link, reply), lambda trouble: self._lost(link, trouble))
         self._link, self._transport = link, link.attach(feed)
         self._pending = deque(request for request in self._pending if request.deliver is not None)
         for request in self._pending:
             self._write(self._transport, request)
 
-    def _take(self, reply: Reply) -> None:
+    def _take(self, link: Link, reply: Reply) -> None:
         """The reply to the oldest request."""
-        if self._link is None:
+        if link is not self._link:
             return  # What still arrives on a link that was given up.
         if not self._pending:
-            self._lost(self._link, "a reply came that nobody asked for")
+            self._lost(link, "a reply came that nobody asked for")
             return
         if isinstance(reply, ServerError):
             if reply.code in NOT_READY:
-                self._lost(self._link, f"not ready: {reply}")
+                self._lost(link, f"not ready: {reply}")
                 return
             if str(reply).startswith(NOT_LOADED) and self._pending[0].tries < MAX_LOADS:
                 self._load(self._pending.popleft())
