@@ -40,6 +40,8 @@ RESULT_TTL_MS = 3_600_000
 """How long an outcome is remembered where nobody said otherwise."""
 CANCELLED_TTL_MS = 60_000
 """A cancelled record is remembered at least this long."""
+WAITED_MS = 10_000
+"""And one that somebody waits for: they may come a little late."""
 FAILURE_TTL_MS = 7 * 24 * 3_600_000
 """How long a failure is listed and can be retried by hand."""
 MAX_STALL_DELAY_MS = 300_000
@@ -483,7 +485,9 @@ def _cancelled(job: Job, now: int) -> Outcome:
 
 
 def _forget_at(job: Job, ttl_ms: int, now: int) -> int:
-    return max(now + 1000 * (ttl_ms if job.keep_ms is None else job.keep_ms), job.keep_until_at)
+    """Where somebody waits, not so soon that they miss it, however far the clock has stepped on meanwhile."""
+    until = now + 1000 * (ttl_ms if job.keep_ms is None else job.keep_ms)
+    return max(until, job.keep_until_at, now + 1000 * WAITED_MS) if job.keep_until_at else until
 
 
 def damaged(id: str, payload: bytes | None, now: int) -> Job:

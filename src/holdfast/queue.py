@@ -227,13 +227,17 @@ class Queue:
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
         """The next job that may be worked on, and how long to wait before looking again if there is none."""
+        loop = asyncio.get_running_loop()
         while True:
+            sent_at = loop.time()
             claim = await self._claim(seconds_ms)
             if not claim.jobs:
                 soonest_s = LOOK_EVERY_S if claim.look_at is None else (claim.look_at - claim.now) / 1e6
                 return None, min(LOOK_EVERY_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
             refused = admit(job, self.policy)
+            if loop.time() - sent_at >= seconds_ms / 1000:  # The answer was so long on its way: it may be another's.
+                refused = Release(job.id, fence_of(job))
             if refused is None:
                 return Lease(self.app, self.name, self.policy, job, self._worker, seconds_ms), 0.0
             await self.app.storage.settle(self.name, [refused], worker=self._worker)
@@ -350,9 +354,11 @@ class Queue:
             if not page.jobs:
                 await self.app.storage.purge(self.name, tuple(State), drop=True)
                 return True
+            swept = await self.app.storage.sweep(self.name)
+            if swept.stalled:
+                continue
             if deadline is not None and asyncio.get_running_loop().time() >= deadline:
                 return False
-            await self.app.storage.sweep(self.name)
             await asyncio.sleep(0.1)
 
     async def events(self) -> AsyncIterator[Event]:

@@ -108,7 +108,7 @@ class Worker:
             raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
         self._entered = True
         try:
-            to = Listener(self._ended, self._stuck, self._reported, self._changed)
+            to = Listener(self._ended, self._stuck, self._beat_soon, self._changed)
             await self._executor.open(self._fleet, to)
             self._stack.push_async_callback(self._executor.close)
             self._storage = await self._stack.enter_async_context(self._open_storage())
@@ -237,8 +237,11 @@ class Worker:
     # Runs
 
     def _begin(self, queue: str, job: Job, sent_at: float) -> None:
+        """A job was claimed, by a call that was sent then. As far as we know, its lease is as old as that."""
         terms = self._terms.get(queue)
-        if terms is None or self._stop_asked.is_set() or not self._fleet.serves(queue):
+        age_s = asyncio.get_running_loop().time() - sent_at
+        is_over = age_s >= self._lease_ms / 1000  # The answer was so long on its way that another may have the job.
+        if terms is None or is_over or self._stop_asked.is_set() or not self._fleet.serves(queue):
             self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
             return
         if terms.policy.exclusive and self._still_runs(queue, job):
@@ -252,6 +255,8 @@ class Worker:
         run = Run(terms, job, sent_at)
         self._runs[run.key] = run
         self._executor.start(run)
+        if age_s > self._lease_ms / 4000:
+            self._beat_soon()
         self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
 
     def _still_runs(self, queue: str, job: Job) -> bool:
@@ -286,7 +291,7 @@ class Worker:
             settlement = verdict(run.job, Raised(as_data(error, "permanent")), policy, self._rng)
         self._drain.put(run.queue, Outcome(run.job, settlement, run))
 
-    def _reported(self) -> None:
+    def _beat_soon(self) -> None:
         if self._beat is not None:
             self._beat.nudge()
 

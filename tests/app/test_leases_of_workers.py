@@ -69,6 +69,48 @@ async def test_a_dead_workers_job_runs_again_soon_and_not_before_its_lease_ends(
     assert (attempt, stalls) == (2, 1)
 
 
+def first_claim_is_answered_late(app: App, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The storage does what it was asked, and the answer is long on its way."""
+    claim, late = app.storage.claim, [True]
+
+    async def answered_late(*args: Any, **options: Any) -> Any:
+        answer = await claim(*args, **options)
+        if answer.jobs and late:
+            late.clear()
+            await asyncio.sleep(seconds)
+        return answer
+
+    monkeypatch.setattr(app.storage, "claim", answered_late)
+
+
+async def test_a_claim_that_is_answered_when_its_lease_is_over_is_not_begun(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may have the job by then."""
+    attempts: list[int] = []
+
+    @app.task(name="t")
+    async def work() -> None:
+        attempts.append(current_job().attempt)
+
+    first_claim_is_answered_late(app, monkeypatch, 1.2 * LEASE_S)
+    await work.enqueue()
+    async with app.worker(lease=LEASE_S):
+        await until(lambda: attempts)
+    assert attempts == [2]
+
+
+async def test_a_lease_that_was_over_before_it_was_heard_of_is_given_to_nobody(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_claim_is_answered_late(app, monkeypatch, 1.2 * LEASE_S)
+    await app.queue("q").enqueue(1)
+    lease = await app.queue("q").lease(seconds=LEASE_S, wait=5)
+    assert lease is not None
+    assert lease.attempt == 2
+    assert await lease.complete()
+
+
 async def test_a_worker_that_is_full_takes_back_what_others_died_with(app: App) -> None:
     go_on = asyncio.Event()
     started = asyncio.Event()

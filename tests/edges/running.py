@@ -16,7 +16,8 @@ import pytest
 import holdfast
 from holdfast import Holdfast
 from tests.app.conftest import Place, until
-from tests.worker.conftest import MARK, Scene, parents
+from tests.processes import marked
+from tests.worker.conftest import Scene
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(holdfast.__file__).parents[1]
@@ -112,15 +113,3 @@ async def edge_on(storage: str, folder: Path) -> AsyncIterator[Edge]:
             sys.stdout.write(f"--- {worker.log.name}\n{worker.text()}")
         wrong = place.clear()
     assert wrong == []
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that were started with this mark in their environment, and still run."""
-    found: list[int] = []
-    for pid in parents():
-        try:
-            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-        except OSError:
-            continue  # It has just ended.
-    return found

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from tests.edges.running import SCRIPT, environment, marked
+from tests.processes import MARK
 from tests.servers import Server
-from tests.worker.conftest import MARK
 
 SHOWN = [
     "both workers are there: processes",

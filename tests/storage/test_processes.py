@@ -262,6 +262,17 @@ async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_writer(
     assert listeners(path) == []
 
 
+async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_one_though_there_is_nothing_to_tell(
+    processes: Processes, path: Path, storage: Storage
+) -> None:
+    subscriber = processes.start("listen", path)
+    _, address = await subscriber.hears()
+    subscriber.kill()
+    async with storage.subscribe(Topic("another")):
+        assert address not in {row[0] for row in listeners(path)}
+        assert address not in sockets(path)
+
+
 async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
     processes: Processes, path: Path, storage: Storage
 ) -> None:

@@ -87,7 +87,11 @@ def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["RESULT_TTL_MS", "CANCELLED_TTL_MS", "FAILURE_TTL_MS", "MAX_STALL_DELAY_MS", "STEP_BACK_US", "MAX_STEPS"]
+    "name",
+    [
+        *("RESULT_TTL_MS", "CANCELLED_TTL_MS", "FAILURE_TTL_MS", "WAITED_MS"),
+        *("MAX_STALL_DELAY_MS", "STEP_BACK_US", "MAX_STEPS"),
+    ],
 )
 def test_the_library_has_the_machines_lengths(name: str) -> None:
     assert constant(name) == getattr(clock if name in ("STEP_BACK_US", "MAX_STEPS") else machine, name)

@@ -1,6 +1,7 @@
 """Workers as real processes, on SQLite and on Valkey. Every test ends with a clean audit and no process left over.
 
-A task module is a file beside the tests that begins with `from tests.worker.scene import make_app, note`; only workers
+A task module is a file beside the tests that begins with `from tests.processes import MARK, marked, parents, send
+from tests.worker.scene import make_app, note`; only workers
 import it. A test asks for jobs through `app.queue(name)`, as a program without the code does, and reads what handlers
 noted.
 """
@@ -23,13 +24,13 @@ import pytest
 
 from holdfast import Holdfast
 from tests.app.conftest import Place, give_places, place, until
+from tests.processes import MARK, marked, parents, send
 from tests.worker.scene import NAMESPACE, NOTES
 
 __all__ = ["Scene", "WorkerProcess", "place", "until"]
 
 STORAGES = ["sqlite", "valkey"]
 ROOT = Path(__file__).parents[2]
-MARK = "HOLDFAST_TEST_MARK"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -140,7 +141,7 @@ class Scene:
 
     def processes(self) -> list[int]:
         """Everything that this test has started and that still runs."""
-        return [pid for pid in parents() if f"{MARK}={self.mark}".encode() in _environment(pid)]
+        return marked(self.mark)
 
 
 @pytest.fixture
@@ -158,39 +159,11 @@ async def scene(place: Place, tmp_path: Path) -> AsyncIterator[Scene]:
                 assert (await app.queue(queue.queue).repair(dry_run=True)).problems == []
         finally:
             for pid in scene.processes():
-                _kill(pid)
+                send(pid)
             for worker in scene.workers:
                 worker.process.wait(10)
                 worker.close()
                 sys.stdout.write(f"--- {worker.log.name}\n{worker.text()}")
-
-
-def parents() -> dict[int, int]:
-    """All processes and their parents, without zombies."""
-    found: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue  # It has just ended.
-            if state not in "ZX":
-                found[int(folder.name)] = int(parent)
-    return found
-
-
-def _environment(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 async def timed(step: Callable[[], Any]) -> float:

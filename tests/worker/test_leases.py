@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, StorageUnavailable
+from tests.processes import parents
 from tests.servers import Server
-from tests.worker.conftest import Scene, WorkerProcess, parents, settled, until
+from tests.worker.conftest import Scene, WorkerProcess, settled, until
 
 NOISE_S = 2.0
 """What a busy machine may add to any bound."""

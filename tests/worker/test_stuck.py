@@ -15,7 +15,8 @@ from holdfast import JobCancelled, JobFailed, State, children
 from holdfast.pool import Pool
 from holdfast.storage import connect
 from holdfast.worker import Worker
-from tests.worker.conftest import ROOT, Scene, parents, until
+from tests.processes import parents
+from tests.worker.conftest import ROOT, Scene, until
 
 ON_THE_LOOP = ["swallow", "spin", "sleep_on_the_loop", "freeze"]
 ON_A_THREAD = [

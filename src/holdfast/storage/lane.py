@@ -180,7 +180,7 @@ class Lane:
 
     def _transaction(self, group: list[_Call[Any]], *, patient: bool) -> None:
         writes = any(call.writes for call in group)
-        self._begin("BEGIN IMMEDIATE" if writes else "BEGIN", patient)
+        self._begin("BEGIN IMMEDIATE" if writes else "BEGIN", group if patient else None)
         try:
             for call in group:
                 call.result = call.verb(self._engine)
@@ -208,9 +208,10 @@ class Lane:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def _begin(self, statement: str, patient: bool) -> None:
-        """Begin; if `patient`, wait for other processes in short random naps: SQLite's own grow to 100 ms. A step that
-        only reads may find the file busy at its first look, while another process recovers the log: that counts."""
+    def _begin(self, statement: str, waiting: list[_Call[Any]] | None) -> None:
+        """Begin; as long as somebody is `waiting`, wait for other processes in short random naps: SQLite's own grow to
+        100 ms. A step that only reads may find the file busy at its first look, while another process recovers the
+        log: that counts."""
         deadline = time.monotonic() + BUSY_S
         nap_s = 0.0002
         while True:
@@ -220,6 +221,7 @@ class Lane:
                 return
             except sqlite3.OperationalError as error:
                 self._roll_back()
+                patient = waiting is not None and not all(call.future.cancelled() for call in waiting)
                 if not patient or not is_busy(error) or time.monotonic() > deadline:
                     raise
             time.sleep(nap_s * (0.5 + random.random()))

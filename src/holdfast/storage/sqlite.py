@@ -115,6 +115,9 @@ class SqliteStorage(LocalStorage):
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
+        await asyncio.shield(self._close())  # Whoever is cancelled meanwhile leaves no thread behind.
+
+    async def _close(self) -> None:
         try:
             await self._stop_listening()
         finally:

@@ -6,6 +6,7 @@ they are kept from one transaction to the next for as long as no other connectio
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -372,6 +373,9 @@ class SqliteTable:
         self._db.execute("REINDEX holdfast_jobs")
 
     def add_listeners(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Add some, and strike off those who were killed: nobody may ever have something to tell them again."""
+        for address in {address for address, *_ in self.listeners if not os.path.exists(address)}:
+            self.remove_listener(address)
         self._db.executemany("INSERT OR IGNORE INTO holdfast_listeners VALUES (?, ?, ?)", rows)
 
     def remove_listener(self, address: str) -> None:

@@ -44,7 +44,7 @@ LEDGER    160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt 
 ]]
 
 local LAYOUT, LAYOUT_MARK = 1, 160
-local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS = 3600000, 60000, 604800000
+local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS, WAITED_MS = 3600000, 60000, 604800000, 10000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
 local STEP_BACK_US, MAX_STEPS = 1000000, 8
@@ -405,7 +405,9 @@ function machine.enqueue(job, request, time)
 end
 
 local function forget_at(job, ttl_ms, now)
-  return max(now + 1000 * (job.keep_ms or ttl_ms), job.keep_until_at)
+  local until_at = now + 1000 * (job.keep_ms or ttl_ms)
+  if job.keep_until_at == 0 then return until_at end
+  return max(until_at, job.keep_until_at, now + 1000 * WAITED_MS)
 end
 
 local function cancelled(job, now)

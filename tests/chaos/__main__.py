@@ -1,0 +1,150 @@
+"""Break it on purpose: `./dev chaos`, `./dev chaos merge FILE...`, `./dev chaos plant [BUG...]`."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from tests.chaos import history, report
+from tests.chaos.checker import Checker
+from tests.chaos.director import ROOT, Director, Plan
+from tests.servers import redis_binary
+
+SECONDS = 120.0
+MAX_SECONDS = 600.0
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--storage", type=click.Choice(["sqlite", "valkey", "redis"]), default="sqlite", show_default=True)
+@click.option(
+    "--seconds", type=click.FloatRange(5, MAX_SECONDS), help=f"How long faults go on.  [default: {SECONDS:g}]"
+)
+@click.option("--jobs", type=click.IntRange(1), help="Until so many jobs were asked for, instead of --seconds.")
+@click.option("--seed", type=int, help="Of all that is drawn by lot.  [default: by lot]")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True,
+    help="Where reports go.",
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep the history, also of a run that is green.")
+@click.pass_context
+def main(
+    context: click.Context,
+    storage: str,
+    seconds: float | None,
+    jobs: int | None,
+    seed: int | None,
+    out: Path,
+    keep: bool,
+) -> None:
+    """Run workers, producers, callers and consumers, do everything to them that goes wrong in production, and prove
+    from a history outside of the storage that nothing was lost, done twice, early, or out of order.
+
+    \b
+    Examples:
+      ./dev chaos                                    two minutes on SQLite
+      ./dev chaos --storage valkey --seconds 600     a shard of ten minutes
+      ./dev chaos merge chaos/*.json                 add shards up
+
+    Exit status: 0 if every promise held and every kind of fault met something, 1 if not.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if seconds is not None and jobs is not None:
+        raise click.UsageError("--seconds and --jobs: one of them says how long it goes on")
+    if storage == "redis" and redis_binary() is None:
+        raise click.UsageError("there is no redis-server on this machine: use --storage valkey")
+    seed = int(time.time()) % 1_000_000 if seed is None else seed
+    seconds = seconds or (None if jobs else SECONDS)
+    name = f"{storage}-{seed}"
+    folder = Path(tempfile.mkdtemp(prefix=f"holdfast-chaos-{name}-"))
+    click.echo(f"chaos on {storage}, seed {seed}: history in {folder}", err=True)
+    director = Director(Plan(storage, seconds, jobs, seed, folder), _show)
+    began = time.monotonic()
+    asyncio.run(director.run())
+    _show(f"checking {sum(file.stat().st_size for file in director.folder.iterdir()) / 1e6:.0f} MB of history")
+    shard = report.Shard(
+        storage=storage,
+        server=director.server,
+        seed=seed,
+        seconds=time.monotonic() - began,
+        commit=_commit(),
+        python=platform.python_version(),
+    )
+    result = report.of(Checker(storage, history.read(director.folder)).verdict, shard)
+    _write(result, out, name)
+    if result.green and not keep:
+        shutil.rmtree(folder)
+    else:
+        click.echo(f"history, output and report are in {folder}; again: ./dev chaos --storage {storage} --seed {seed}")
+    _end(result)
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True)
+def merge(files: tuple[Path, ...], out: Path) -> None:
+    """Add the reports of several runs up."""
+    try:
+        reports = [msgspec.json.decode(file.read_bytes(), type=report.Report) for file in files]
+    except msgspec.DecodeError as error:
+        raise click.UsageError(f"that is no report of a run: {error}") from None
+    result = report.merged(reports)
+    _write(result, out, "merged")
+    _end(result)
+
+
+@main.command()
+@click.argument("bugs", nargs=-1)
+@click.option("--seconds", type=click.FloatRange(5, MAX_SECONDS), default=SECONDS, show_default=True)
+def plant(bugs: tuple[str, ...], seconds: float) -> None:
+    """Plant bugs in a copy of Holdfast, one by one: does a run turn red?"""
+    from tests.chaos import planted
+
+    unknown = set(bugs) - planted.BUGS.keys()
+    if unknown:
+        raise click.UsageError(f"there is no bug {', '.join(sorted(unknown))}: use {', '.join(planted.BUGS)}")
+    survived = [name for name in bugs or planted.BUGS if not planted.is_found(name, seconds, click.echo)]
+    click.echo(f"RED for all: {len(bugs or planted.BUGS)}" if not survived else f"not found: {', '.join(survived)}")
+    sys.exit(bool(survived))
+
+
+def _write(result: report.Report, out: Path, name: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_bytes(msgspec.json.encode(result))
+    text = report.markdown(result)
+    (out / f"{name}.md").write_text(text)
+    click.echo(text)
+    click.echo(f"report: {out / name}.md and .json")
+
+
+def _end(result: report.Report) -> None:
+    click.echo(result.verdict)
+    sys.exit(not result.green)
+
+
+def _show(text: str) -> None:
+    """Progress: one line that is written over where somebody looks, and now and then a new one where it is kept."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", nl=False, err=True)
+    else:
+        click.echo(text, err=True)
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "?"
+
+
+if __name__ == "__main__":
+    main(prog_name="./dev chaos")

@@ -1,0 +1,121 @@
+"""Where the jobs are during a run: a SQLite file, or a server of our own. And what can be done to either."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.setting import CLOCK_KEY, NAMESPACE
+from tests.servers import Name, Server
+from tests.storage import keyspace
+
+TIMEOUT_S = 4
+"""How long a call tries to reach a server. Half of it without an answer, and the connection is given up: that must be
+less than a lease."""
+
+
+class SqlitePlace:
+    name = "sqlite"
+    about = f"SQLite {sqlite3.sqlite_version}"
+    faults = ("file locked",)
+    """What can be done to it, besides what is done to connections."""
+
+    def __init__(self, folder: Path, clock: Path) -> None:
+        self.path = folder / "jobs.db"
+        self.url = f"sqlite:///{self.path}"
+        self._clock = clock
+
+    async def hurt(self, fault: str, seconds: float) -> float:
+        """Do that, for so long. When it was over: the storage answers again."""
+        return await asyncio.to_thread(self._lock, seconds)
+
+    def _lock(self, seconds: float) -> float:
+        connection = sqlite3.connect(self.path, timeout=30, isolation_level=None)
+        try:
+            connection.execute("BEGIN EXCLUSIVE")
+            time.sleep(seconds)
+            connection.execute("ROLLBACK")
+        finally:
+            connection.close()
+        return time.monotonic()
+
+    def set_clock(self, offset_s: float) -> None:
+        with self._clock.open("r+b") as file:
+            file.write(struct.pack("<q", round(offset_s * 1_000_000)))
+
+    def leftovers(self) -> list[str]:
+        """What is still there when all queues are deleted and everybody has gone, and should not be."""
+        found: list[str] = []
+        connection = sqlite3.connect(self.path)
+        for table in ("holdfast_jobs", "holdfast_queues", "holdfast_listeners"):
+            (count,) = connection.execute(f"SELECT count(*) FROM {table}").fetchone()
+            if count:
+                found.append(f"{count} rows in {table}")
+        (sound,) = connection.execute("PRAGMA integrity_check").fetchone()
+        connection.close()
+        if sound != "ok":
+            found.append(f"the file is damaged: {sound}")
+        ours = {self.path.name, f"{self.path.name}-wal", f"{self.path.name}-shm"}
+        return found + [f"a file {path.name}" for path in self.path.parent.glob("jobs.db*") if path.name not in ours]
+
+    def close(self) -> None:
+        pass
+
+
+class ServerPlace:
+    faults = ("server kill", "server pause", "script flush", "full memory")
+
+    def __init__(self, name: Name) -> None:
+        self.name = name
+        self.server = Server(name, "--appendonly", "yes", "--appendfsync", "always")
+        self.url = self.server.url
+        self.about = f"{name} {self.server.version}"
+
+    def url_by(self, port: int) -> str:
+        """The same, through a gate."""
+        return f"redis://127.0.0.1:{port}?timeout={TIMEOUT_S}"
+
+    async def hurt(self, fault: str, seconds: float) -> float:
+        match fault:
+            case "server kill":
+                self.server.kill()
+                await asyncio.sleep(seconds)
+                await asyncio.to_thread(self.server.start)
+            case "server pause":
+                self.server.pause()
+                await asyncio.sleep(seconds)
+                self.server.resume()
+            case "script flush":
+                self._command("FUNCTION", "FLUSH")
+            case "full memory":
+                self._command("CONFIG", "SET", "maxmemory", 1)
+                await asyncio.sleep(seconds)
+                self._command("CONFIG", "SET", "maxmemory", 0)
+        return time.monotonic()
+
+    def set_clock(self, offset_s: float) -> None:
+        self._command("SET", CLOCK_KEY, round(offset_s * 1_000_000))
+
+    def leftovers(self) -> list[str]:
+        keys: Any = self._command("KEYS", f"{{{NAMESPACE}*")
+        known = {f"{{{NAMESPACE}}}:{kind}" for kind in keyspace.OF_NAMESPACES}
+        lasting = [key.decode() for key in keys if self._command("PTTL", key) == -1]
+        wrong = [f"a key {key}" for key in lasting if key not in known]
+        return wrong + keyspace.clear(self.server, NAMESPACE)
+
+    def close(self) -> None:
+        self.server.stop()
+
+    def _command(self, *args: str | bytes | float) -> object:
+        return self.server.command(*args)
+
+
+def make(name: str, folder: Path, clock: Path) -> SqlitePlace | ServerPlace:
+    if name == "sqlite":
+        return SqlitePlace(folder, clock)
+    assert name in ("valkey", "redis")
+    return ServerPlace("valkey" if name == "valkey" else "redis")
