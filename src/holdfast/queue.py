@@ -26,6 +26,7 @@ from holdfast.jobs import (
     Release,
     Repaired,
     Request,
+    Settlement,
     State,
     Swept,
     Update,
@@ -235,7 +236,7 @@ class Queue:
                 soonest_s = LOOK_EVERY_S if claim.look_at is None else (claim.look_at - claim.now) / 1e6
                 return None, min(LOOK_EVERY_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
-            refused = admit(job, self.policy)
+            refused: Settlement | None = admit(job, self.policy)
             if loop.time() - sent_at >= seconds_ms / 1000:  # The answer was so long on its way: it may be another's.
                 refused = Release(job.id, fence_of(job))
             if refused is None:
