@@ -19,9 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-LONGEST = ("test_agreement.py", "test_histories.py", "test_fuzz.py")
+LONGEST = ("test_agreement.py", "test_histories.py", "test_fuzz.py", "test_crash_points.py", "test_outages.py")
 """Files that take a minute or more."""
-LONG = ("worker", "edges", "redis")
+LONG = ("worker", "edges", "redis", "chaos")
 """Folders whose tests wait for processes."""
 
 

@@ -249,7 +249,14 @@ def pen() -> Pen:
 
 
 def read(folder: Path) -> Iterator[Any]:
-    """All lines, those of each process in their order. The last line of one that was killed may be cut off."""
+    """All lines, those of each process in their order."""
+    for lines in read_each(folder):
+        yield from lines
+
+
+def read_each(folder: Path) -> Iterator[Iterator[Any]]:
+    """The same, process by process: a number of a process may come again. The last line of one that was killed may be
+    cut off."""
     for file in sorted(folder.glob("*.jsonl")):
         *lines, _ = file.read_bytes().split(b"\n")
-        yield from map(_decode, lines)
+        yield map(_decode, lines)

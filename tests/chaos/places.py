@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.clocks import SharedClock
 from tests.chaos.setting import CLOCK_KEY, NAMESPACE
 from tests.servers import Name, Server
 from tests.storage import keyspace
@@ -27,7 +27,7 @@ class SqlitePlace:
     def __init__(self, folder: Path, clock: Path) -> None:
         self.path = folder / "jobs.db"
         self.url = f"sqlite:///{self.path}"
-        self._clock = clock
+        self._clock = SharedClock(clock)
 
     async def hurt(self, fault: str, seconds: float) -> float:
         """Do that, for so long. When it was over: the storage answers again."""
@@ -44,8 +44,7 @@ class SqlitePlace:
         return time.monotonic()
 
     def set_clock(self, offset_s: float) -> None:
-        with self._clock.open("r+b") as file:
-            file.write(struct.pack("<q", round(offset_s * 1_000_000)))
+        self._clock.set(offset_s)
 
     def leftovers(self) -> list[str]:
         """What is still there when all queues are deleted and everybody has gone, and should not be."""

@@ -6,19 +6,16 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-import struct
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast import clock, jobs
 from holdfast.storage.checked import CheckedStorage
 from holdfast.storage.redis import calls, library
 from tests.chaos import history
+from tests.chaos.clocks import SharedClock
 from tests.chaos.history import pen
 from tests.chaos.setting import CLOCK, CLOCK_KEY
 
@@ -41,14 +38,8 @@ def install() -> None:
         return
     _installed = True
     calls.BODY = library_with_a_clock_that_can_be_moved(library.BODY)
-    path = Path(os.environ[CLOCK])
-    with path.open("r+b") as file:
-        offset = mmap.mmap(file.fileno(), 8, prot=mmap.PROT_READ)
-
-    def now_us(self: clock.SystemClock) -> int:
-        return int(time.time_ns() // 1000 + struct.unpack("<q", offset[:8])[0])
-
-    clock.SystemClock.now_us = now_us  # type: ignore[method-assign]
+    shared = SharedClock(os.environ[CLOCK])
+    clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
     for name, verb in VERBS.items():
         setattr(CheckedStorage, name, verb(getattr(CheckedStorage, name)))
 

@@ -64,8 +64,13 @@ class Report(msgspec.Struct, kw_only=True):
         return missing + [f"handler: {kind}" for kind in HANDLERS if not self.kinds.get(kind)]
 
     @property
+    def unchecked(self) -> list[str]:
+        """Promises that nothing came up to check."""
+        return [promise for promise in PROMISES if not self.checks.get(promise)]
+
+    @property
     def green(self) -> bool:
-        return not any(self.wrong_counts.values()) and not self.never_hit
+        return not any(self.wrong_counts.values()) and not self.never_hit and not self.unchecked
 
     @property
     def verdict(self) -> str:
@@ -75,7 +80,8 @@ class Report(msgspec.Struct, kw_only=True):
             return f"GREEN: {jobs}, {sum(self.faults.values()):,} faults, nothing lost, nothing done twice unexplained"
         broken = [f"{promise} {count}" for promise, count in self.wrong_counts.items() if count]
         missed = [f"never hit: {', '.join(self.never_hit)}"] if self.never_hit else []
-        return f"RED: {jobs}: {'; '.join([*broken, *missed])}"
+        unseen = [f"never checked: {', '.join(self.unchecked)}"] if self.unchecked else []
+        return f"RED: {jobs}: {'; '.join([*broken, *missed, *unseen])}"
 
 
 def of(verdict: Verdict, shard: Shard) -> Report:

@@ -61,6 +61,7 @@ def noted(kind: str, token: str, alone: bool = False) -> Iterator[None]:
             pen().write(history.Ended(queue=job.queue, id=job.id, fence=job.fence, how=how))
     finally:
         if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # A fork of this process may have it, too.
             os.close(lock)
 
 
@@ -161,7 +162,8 @@ async def periodic(key: int, number: int, token: str) -> None:
 
 async def told(failure: Failure) -> None:
     of = failure.job
-    pen().write(history.Told(queue=of.queue, id=of.id, generation=of.generation, kind=failure.error.kind))
+    with noted("ok", ""):
+        pen().write(history.Told(queue=of.queue, id=of.id, generation=of.generation, kind=failure.error.kind))
 
 
 TASKS = (work, plain, thread, question, single, block, periodic)

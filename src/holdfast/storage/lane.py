@@ -102,8 +102,12 @@ class Lane:
             raise call.error
         return call.result
 
-    async def close(self) -> None:
+    def end(self) -> None:
+        """Let the thread end when it has done what is lined up."""
         self._calls.put(None)
+
+    async def close(self) -> None:
+        self.end()
         await asyncio.to_thread(self._thread.join)
 
     def _run_here(self, call: _Call[Any]) -> bool:

@@ -115,17 +115,10 @@ class SqliteStorage(LocalStorage):
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
-        await asyncio.shield(self._close())  # Whoever is cancelled meanwhile leaves no thread behind.
+        await asyncio.shield(self._close())
 
     async def _close(self) -> None:
-        try:
-            await self._stop_listening()
-        finally:
-            await self._writer.close()
-            await self._reader.close()
-            self._mouth.close()
-
-    async def _stop_listening(self) -> None:
+        """Whoever is cancelled meanwhile leaves no thread behind: each is told to end before anything is waited for."""
         ear, self._ear = self._ear, None
         self._heard.clear()
         try:
@@ -134,7 +127,12 @@ class SqliteStorage(LocalStorage):
                 await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
         finally:
             if ear is not None:
-                await asyncio.to_thread(ear.close)
+                ear.close()
+            self._writer.end()
+            self._reader.end()
+        await self._writer.close()
+        await self._reader.close()
+        self._mouth.close()
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
         self._check_open()

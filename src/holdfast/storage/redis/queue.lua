@@ -76,9 +76,9 @@ local MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a rec
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
 -- Set anew by `run` for every call, and nothing else outlives one: what the server offers, which is not there while it
--- loads a library, the arguments, the queue, the client, and the time.
+-- loads a library, the arguments, the queue, the client, the time, and whether this server has all keys.
 local call, pack, unpack_from, band, sub, byte, max, min
-local ARGS, QUEUE, CLIENT, WALL
+local ARGS, QUEUE, CLIENT, WALL, ALONE
 
 local function wall_clock()
   local time = call('TIME')
@@ -674,12 +674,17 @@ local function find(queue)
   return ledger and books_of(queue, ledger, 0)
 end
 
--- The books of a queue, which is made if need be.
+-- The books of a queue, which is made if need be. A client lists it before and after that; it may die in between, and
+-- where the list is on this node, a queue that is there is always listed.
 local function open(queue)
   local ledger = read_ledger(queue)
   if ledger then return books_of(queue, ledger, 0) end
   ledger = new_ledger(queue)
   write_ledger(queue, ledger)
+  if ALONE then
+    local namespace, name, companion = string.match(queue, '^{([^/]*)/(.*)}(.*)$')
+    call('SADD', '{' .. namespace .. '}:queues', name .. companion)
+  end
   return books_of(queue, ledger, 1)
 end
 
@@ -1634,7 +1639,7 @@ end
 local function run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
   byte, max, min = string.byte, math.max, math.min
-  ARGS, QUEUE, CLIENT = args, sub(keys[1], 1, -8), args[2]
+  ARGS, QUEUE, CLIENT, ALONE = args, sub(keys[1], 1, -8), args[2], #keys == 1 -- in a cluster, all keys are named
   WALL = wall_clock()
   if ARGS[3] == '' then return VERBS[ARGS[1]]() end
   return once(ARGS[1], tonumber(ARGS[3]))
