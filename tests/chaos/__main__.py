@@ -1,4 +1,4 @@
-"""Break it on purpose: `./dev chaos`, `./dev chaos merge FILE...`, `./dev chaos plant [BUG...]`."""
+"""Break it on purpose: `./dev chaos`, and `./dev chaos merge`, `check` and `plant`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from tests.servers import redis_binary
 
 SECONDS = 120.0
 MAX_SECONDS = 600.0
+SHARD = "shard.json"
+"""In the folder of a run: how it came about."""
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,7 +72,6 @@ def main(
     director = Director(Plan(storage, seconds, jobs, seed, folder), _show)
     began = time.monotonic()
     asyncio.run(director.run())
-    _show(f"checking {sum(file.stat().st_size for file in director.folder.iterdir()) / 1e6:.0f} MB of history")
     shard = report.Shard(
         storage=storage,
         server=director.server,
@@ -79,12 +80,25 @@ def main(
         commit=_commit(),
         python=platform.python_version(),
     )
-    result = report.of(Checker(storage, history.read(director.folder)).verdict, shard)
+    (folder / SHARD).write_bytes(msgspec.json.encode(shard))
+    result = _checked(folder)
     _write(result, out, name)
     if result.green and not keep:
         shutil.rmtree(folder)
     else:
         click.echo(f"history, output and report are in {folder}; again: ./dev chaos --storage {storage} --seed {seed}")
+    _end(result)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True)
+def check(folder: Path, out: Path) -> None:
+    """Hold a history that was kept against the promises once more."""
+    if not (folder / SHARD).exists():
+        raise click.UsageError(f"{folder} has no {SHARD}: it is no folder of a run that has ended")
+    result = _checked(folder)
+    _write(result, out, f"{result.shards[0].storage}-{result.shards[0].seed}")
     _end(result)
 
 
@@ -115,6 +129,13 @@ def plant(bugs: tuple[str, ...], seconds: float) -> None:
     survived = [name for name in bugs or planted.BUGS if not planted.is_found(name, seconds, click.echo)]
     click.echo(f"RED for all: {len(bugs or planted.BUGS)}" if not survived else f"not found: {', '.join(survived)}")
     sys.exit(bool(survived))
+
+
+def _checked(folder: Path) -> report.Report:
+    files = folder / "history"
+    _show(f"checking {sum(file.stat().st_size for file in files.iterdir()) / 1e6:.0f} MB of history")
+    shard = msgspec.json.decode((folder / SHARD).read_bytes(), type=report.Shard)
+    return report.of(Checker(shard.storage, history.read(files)).verdict, shard)
 
 
 def _write(result: report.Report, out: Path, name: str) -> None:

@@ -17,21 +17,21 @@ from tests.chaos.setting import LEASE_S
 from tests.processes import parents, send
 
 EVERY_S = {
-    "worker kill": 2.3,
-    "child kill": 2.3,
+    "worker kill": 2.2,
+    "child kill": 2.2,
     "worker freeze": 13,
     "tree freeze": 20,
     "child freeze": 20,
-    "clock jump": 17,
-    "cut": 0.9,
-    "delay": 1.2,
-    "truncate": 1.2,
+    "clock jump": 23,
+    "cut": 0.8,
+    "delay": 1.0,
+    "truncate": 1.0,
     "silence": 2.5,
-    "server kill": 15,
+    "server kill": 13,
     "server pause": 19,
     "script flush": 11,
     "full memory": 14,
-    "file locked": 9,
+    "file locked": 14,
 }
 """How often it strikes, on the average."""
 CLOCK_STEP_S = 3600.0
