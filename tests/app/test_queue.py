@@ -671,6 +671,19 @@ async def test_a_delete_cancels_what_runs_and_waits_for_its_end(app: Holdfast[An
         assert "q" not in [seen.queue for seen in (await app.stats()).queues]
 
 
+async def test_a_delete_that_does_not_wait_gets_there_by_being_asked_again_though_a_holder_is_dead(
+    app: Holdfast[Any],
+) -> None:
+    queue = app.queue("q")
+    await queue.enqueue(1)
+    assert await queue.lease(seconds=0.1) is not None  # And it is never heard of again.
+
+    async def is_deleted() -> bool:
+        return await queue.delete(wait=0)
+
+    await until(is_deleted, 5)
+
+
 async def test_a_delete_that_cannot_finish_says_so_and_stays_paused(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="held")

@@ -218,8 +218,9 @@ def test_the_command_reference_has_every_command_and_option() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_test_that_the_guarantees_name_is_there() -> None:
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / "guarantees.md").read_text())
+@pytest.mark.parametrize("page", ["guarantees.md", "reliability.md"])
+def test_every_test_that_a_page_names_is_there(page: str) -> None:
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / page).read_text())
     assert len(named) > 10
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
