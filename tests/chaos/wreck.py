@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -71,7 +73,7 @@ class Passage:
         passing = data[: wreck.bytes_left]
         match wreck.kind:
             case "cut":
-                self.abort()
+                self.abort(reset=True)
                 wreck.done(now)
                 return b""
             case "truncate":
@@ -99,10 +101,14 @@ class Passage:
             if not writer.is_closing():
                 writer.close()
 
-    def abort(self) -> None:
+    def abort(self, reset: bool = False) -> None:
+        """Close both sides at once; with `reset` the others learn of it by an error, not by an end."""
         self.silent = True
         for writer in (self.to_client, self.to_server):
-            if writer.get_extra_info("socket").fileno() >= 0:  # One that is closed cannot be aborted.
+            connection = writer.get_extra_info("socket")
+            if connection.fileno() >= 0:  # One that is closed cannot be aborted.
+                if reset:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 writer.transport.abort()
 
 
