@@ -15,7 +15,8 @@ from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.events import Kind, Topic
 from holdfast.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
 from holdfast.storage import Storage, audit, connect
-from holdfast.storage.redis import of_client
+from holdfast.storage.redis import RedisStorage, of_client
+from holdfast.storage.redis.wire import Argument, Reply
 from holdfast.waiters import wait
 from tests import servers
 from tests.servers import Cluster, Server
@@ -236,3 +237,24 @@ async def test_a_clusters_own_client_will_do(cluster: Cluster, namespace: str) -
 def test_a_cluster_has_one_database(cluster: Cluster) -> None:
     with pytest.raises(OptionError, match="only database 0"):
         connect(f"{cluster.url}/3")
+
+
+async def test_a_queue_that_is_made_anew_while_it_is_dropped_stays_on_the_list(
+    cluster: Cluster, storage: Storage, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list is on another node: the one who dropped it strikes it off late."""
+    async with connect(cluster.url, clock=ManualClock(), namespace=namespace) as other:
+        assert isinstance(other, RedisStorage)
+        await storage.enqueue("q", [Request("a", Work(b""))])
+        await storage.cancel("q", ["a"])
+        command = other._calls.command
+
+        async def late(key: str, *args: Argument) -> Reply:
+            if args[0] == "SREM":
+                await storage.enqueue("q", [Request("b", Work(b""))])
+            return await command(key, *args)
+
+        monkeypatch.setattr(other._calls, "command", late)
+        while await other.purge("q", list(State), drop=True):
+            pass
+        assert [stats.queue for stats in (await storage.snapshot()).queues] == ["q"]

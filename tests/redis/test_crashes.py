@@ -376,29 +376,6 @@ async def test_a_pipeline_that_is_cut_again_and_again_ends_all_the_same(
 # The list of queues
 
 
-async def test_a_queue_that_is_made_anew_while_it_is_struck_off_the_list_is_on_the_list(
-    proxy: Proxy, server: Server, stage: Stage
-) -> None:
-    async with opened(server.url, like=stage) as other:
-        await other.enqueue("a")
-        await other.cancel("a")
-        await other.storage.purge("q", list(State))
-
-        def cut_off(exchange: Exchange) -> str:
-            if exchange.name != "SREM" or proxy.refuse:
-                return "pass"
-            proxy.refuse = True
-            return "cut"
-
-        proxy.before = cut_off
-        dropping = asyncio.create_task(stage.storage.purge("q", list(State), drop=True))
-        await until(lambda: proxy.refuse)
-        await other.enqueue("b")
-        proxy.before, proxy.refuse = None, False
-        await dropping
-        assert [stats.queue for stats in (await other.storage.snapshot()).queues] == ["q"]
-
-
 async def test_a_queue_that_a_cancelled_caller_made_anew_is_on_the_list(
     proxy: Proxy, server: Server, stage: Stage
 ) -> None:

@@ -262,25 +262,6 @@ async def test_a_queue_that_another_client_dropped_is_listed_when_it_is_made_ane
     assert await names() == ["q"]
 
 
-async def test_a_queue_that_is_made_anew_while_it_is_dropped_stays_on_the_list(
-    stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one who dropped it strikes it off late."""
-    assert isinstance(other.storage, RedisStorage)
-    await stage.enqueue("a")
-    await stage.cancel("a")
-    command = other.storage._calls.command
-
-    async def late(key: str, *args: Argument) -> Reply:
-        if args[0] == "SREM":
-            await stage.enqueue("b")
-        return await command(key, *args)
-
-    monkeypatch.setattr(other.storage._calls, "command", late)
-    await drop(other)
-    assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == ["q"]
-
-
 # Servers
 
 

@@ -130,9 +130,9 @@ class SqliteStorage(LocalStorage):
                 ear.close()
             self._writer.end()
             self._reader.end()
-        await self._writer.close()
-        await self._reader.close()
-        self._mouth.close()
+            await self._writer.close()
+            await self._reader.close()
+            self._mouth.close()
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
         self._check_open()

@@ -251,9 +251,9 @@ class RedisStorage(CheckedStorage):
         return key.removeprefix(f"{{{self.namespace}/").replace("}", "", 1)
 
     async def _list(self, queue: str, opened: bool = False) -> None:
-        """Put a queue on the namespace's list before it is made, and again if it was made anew: it may have been
-        dropped, and struck off, meanwhile."""
-        if opened or queue not in self._listed:
+        """In a cluster, where the list is on another node: put a queue on it before it is made, and again if it was made
+        anew: it may have been dropped, and struck off, meanwhile."""
+        if self._servers.clustered and (opened or queue not in self._listed):
             await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
 
@@ -404,8 +404,9 @@ class RedisStorage(CheckedStorage):
         reply, _ = await self._calls.ask(self._key(queue), "purge", (limit, int(drop), wanted))
         done, dropped = reply
         if dropped:
-            key = f"{self._name()}:queues"
             self._listed.discard(queue)
+        if dropped and self._servers.clustered:
+            key = f"{self._name()}:queues"
             await self._calls.command(key, "SREM", key, queue)
             if await self._calls.read(self._key(queue), "stats"):  # Somebody has made it anew meanwhile.
                 await self._list(queue, opened=True)

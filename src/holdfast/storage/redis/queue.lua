@@ -18,7 +18,7 @@ the ledger; in a cluster also all others that it may touch, so that none is touc
   {ns/q}:floor      string  the last stamp of a queue that was dropped; expires
   {ns/q}:call:CLIENT:VERB   string  that client's last number for this verb, and the reply; expires when idle
   {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish`
-  {ns}:queues       set     names of queues: see `list`, which the client calls; in a cluster it is on a node of its own
+  {ns}:queues       set     names of queues; in a cluster it is on a node of its own, and the client calls `list`
   {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by when that expires
   {ns}:layout       string  the layout version
 
@@ -674,17 +674,21 @@ local function find(queue)
   return ledger and books_of(queue, ledger, 0)
 end
 
--- The books of a queue, which is made if need be. A client lists it before and after that; it may die in between, and
--- where the list is on this node, a queue that is there is always listed.
+-- Change the list of all queues, where this server has it: in the step that makes or drops one. In a cluster the client
+-- does that, in a step of its own.
+local function relist(command, queue)
+  if not ALONE then return end
+  local namespace, name, companion = string.match(queue, '^{([^/]*)/(.*)}(.*)$')
+  call(command, '{' .. namespace .. '}:queues', name .. companion)
+end
+
+-- The books of a queue, which is made if need be.
 local function open(queue)
   local ledger = read_ledger(queue)
   if ledger then return books_of(queue, ledger, 0) end
   ledger = new_ledger(queue)
   write_ledger(queue, ledger)
-  if ALONE then
-    local namespace, name, companion = string.match(queue, '^{([^/]*)/(.*)}(.*)$')
-    call('SADD', '{' .. namespace .. '}:queues', name .. companion)
-  end
+  relist('SADD', queue)
   return books_of(queue, ledger, 1)
 end
 
@@ -1340,6 +1344,7 @@ function VERBS.pause()
   local ledger = found or new_ledger(QUEUE)
   ledger[PAUSED], ledger[REASON] = tonumber(ARGS[4]), ARGS[5]
   write_ledger(QUEUE, ledger)
+  if not found then relist('SADD', QUEUE) end
   return found and 0 or 1
 end
 
@@ -1407,6 +1412,7 @@ local function drop(queue, ledger)
   for priority = 0, 9 do keys[#keys + 1] = queue .. WAITING_INDEXES[priority] end
   for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. INDEXES[state] end
   call('UNLINK', unpack(keys))
+  relist('SREM', queue)
 end
 
 function VERBS.purge()
