@@ -94,15 +94,16 @@ class Server:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> None:
-        """Start it again after `kill`, on the same port and directory."""
+    def start(self, seconds: float = 10) -> None:
+        """Start it again after `kill`, on the same port and directory. It may need so long to load what it has."""
         assert not self.running, f"{self.name} is running already"
         assert self.directory.exists(), f"{self.name} was stopped for good"
         self._process = self._spawn()
         self._paused = False
         _running[self._process.pid] = self
         try:
-            wait_until(self._is_up, 10, lambda: f"{self.name} on port {self.port} did not start: {self._last_words()}")
+            problem = f"{self.name} on port {self.port} did not start"
+            wait_until(self._is_up, seconds, lambda: f"{problem}: {self._last_words()}")
         except BaseException:
             self.kill()
             raise

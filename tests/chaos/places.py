@@ -13,6 +13,9 @@ from tests.chaos.setting import CLOCK_KEY, NAMESPACE
 from tests.servers import Name, Server
 from tests.storage import keyspace
 
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-min-size", "4mb")
+"""What is acknowledged survives a kill; and the file is rewritten often, so that a restart does not take long."""
+START_S = 60
 TIMEOUT_S = 4
 """How long a call tries to reach a server. Half of it without an answer, and the connection is given up: that must be
 less than a lease."""
@@ -70,7 +73,7 @@ class ServerPlace:
 
     def __init__(self, name: Name) -> None:
         self.name = name
-        self.server = Server(name, "--appendonly", "yes", "--appendfsync", "always")
+        self.server = Server(name, *DURABLE)
         self.url = self.server.url
         self.about = f"{name} {self.server.version}"
 
@@ -83,7 +86,7 @@ class ServerPlace:
             case "server kill":
                 self.server.kill()
                 await asyncio.sleep(seconds)
-                await asyncio.to_thread(self.server.start)
+                await asyncio.to_thread(self.server.start, START_S)
             case "server pause":
                 self.server.pause()
                 await asyncio.sleep(seconds)
