@@ -135,7 +135,7 @@ def _checked(folder: Path) -> report.Report:
     files = folder / "history"
     _show(f"checking {sum(file.stat().st_size for file in files.iterdir()) / 1e6:.0f} MB of history")
     shard = msgspec.json.decode((folder / SHARD).read_bytes(), type=report.Shard)
-    return report.of(Checker(shard.storage, history.read(files)).verdict, shard)
+    return report.of(Checker(history.read_each(files)), shard)
 
 
 def _write(result: report.Report, out: Path, name: str) -> None:

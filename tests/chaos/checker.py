@@ -1,13 +1,12 @@
-"""Holds a history against the promises, and says what each fault cost.
+"""Holds a history against the promises.
 
 Fences and generations are stamps of one queue: they rise in the order in which the storage did things, so most of this
-needs no clock at all. Where one job ran more than once without having failed, the fault that cost it the first run is
+needs no clock at all. Where a job ran more than once without having failed, the fault that cost it the first run is
 found by who had the lease, and when; if none is found, the run is red.
 """
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections import Counter, defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 from tests.chaos import history
 from tests.chaos.setting import DEADLY, LEASE_S, QUEUES, SINGLETONS
+from tests.chaos.story import Key, Lease, Sent, Story
 
 PROMISES = (
     "no loss",
@@ -40,72 +40,26 @@ STEP_US = 1_000
 WAIT_SLACK_S = 2.0
 """So much later than it said may a waiter come back on a machine that has no time for it."""
 SWEPT_S = 1.5 * LEASE_S
-CLEAN_S = 1.0
-"""So long after the storage was away, times are not counted."""
+GRACE_S = LEASE_S / 2
+"""A lease that looks expired is taken back no sooner than so long after."""
+HEARD_S = 0.5
+"""A call that was on its way when its process died was carried out within so long, or never."""
 FREEZES = frozenset({"worker freeze", "tree freeze", "child freeze"})
 AWAY = frozenset({"server kill", "server pause", "file locked"})
-DISTURBING = AWAY | {"clock jump"}
 SILENT = frozenset({"silence", "delay"})
-
-
-Key = tuple[str, str]
-"""A queue and an id."""
-
-
-@dataclass(eq=False)
-class Lease:
-    """A claim, and all that became of it."""
-
-    queue: str
-    claim: history.Claim
-    worker_pid: int
-    at: float
-    asked_at: float
-    started: history.Started | None = None
-    ended: history.Ended | None = None
-    settlements: list[tuple[history.Settlement, float, float | None, str | None]] = field(default_factory=list)
-    """What it was to be settled with, when that was sent, when it was answered, and how; None if nobody heard."""
-
-    @property
-    def id(self) -> str:
-        return self.claim.id
-
-    @property
-    def fence(self) -> int:
-        return self.claim.fence
-
-    @property
-    def settled(self) -> tuple[history.Settlement, float, float] | None:
-        """How it ended, if its holder knows."""
-        for settlement, sent, answered, reply in self.settlements:
-            if reply == "ok" and answered is not None:
-                return settlement, sent, answered
-        return None
-
-    def __str__(self) -> str:
-        claim = self.claim
-        ran = f", {self.started.kind} in {self.started.pid}" if self.started else ", never begun"
-        how = f", ended {self.ended.how}" if self.ended else ""
-        settled = "".join(f", {one.how}: {reply or 'no answer'}" for one, _, _, reply in self.settlements)
-        return (
-            f"{self.queue} {claim.id} generation {claim.generation} fence {claim.fence} attempt {claim.attempts}"
-            f" (worker {self.worker_pid} at {self.at:.3f}{ran}{how}{settled})"
-        )
+ENDED = frozenset({"complete", "fail", "retries", "timeouts"})
+EVER = 1 << 62
 
 
 @dataclass
 class Verdict:
-    storage: str
-    checks: Counter[str] = field(default_factory=Counter)
+    checks: Counter[str] = field(default_factory=Counter[str])
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    faults: Counter[str] = field(default_factory=Counter)
-    hits: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    duplicates: Counter[str] = field(default_factory=Counter)
-    recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    excesses: list[str] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    duplicates: Counter[str] = field(default_factory=Counter[str])
+    """Runs that were done again, by what cost the first."""
+    late: list[float] = field(default_factory=list[float])
+    """How late those came back who had waited in vain."""
+    counts: Counter[str] = field(default_factory=Counter[str])
 
     def that(self, promise: str, holds: bool, otherwise: object) -> None:
         self.checks[promise] += 1
@@ -114,262 +68,241 @@ class Verdict:
 
 
 class Checker:
-    def __init__(self, storage: str, lines: Iterable[Any]) -> None:
-        self.verdict = Verdict(storage)
-        self._asks: dict[Key, list[tuple[history.Asking, int, history.Asked | None]]] = defaultdict(list)
-        self._leases: dict[tuple[str, str, int], Lease] = {}
-        self._claims: dict[Key, list[Lease]] = defaultdict(list)
-        self._unheard_claims: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self._strays: list[history.Started] = []
-        self._faults: list[history.Fault] = []
-        self._told: set[tuple[str, str, int]] = set()
-        self._stalls: dict[Key, list[float]] = defaultdict(list)
-        self._kept: dict[Key, history.Kept] = {}
-        self._cancelled: set[Key] = set()
-        self._waits: list[tuple[history.Waiting, history.Waited | None]] = []
-        self._closing: history.Closing | None = None
-        self._read(lines)
-        self._by_target: dict[int, list[history.Fault]] = defaultdict(list)
-        for fault in self._faults:
-            self._by_target[fault.target].append(fault)
-        self._runs_of: dict[int, list[Lease]] = defaultdict(list)
-        for lease in self._leases.values():
-            if lease.started is not None:
-                self._runs_of[lease.started.pid].append(lease)
-        self._check()
-
-    # Reading
-
-    def _read(self, lines: Iterable[Any]) -> None:
-        starts: list[history.Started] = []
-        ends: list[history.Ended] = []
-        settlements: list[tuple[history.Settling, history.Settled | None]] = []
-        begun: dict[tuple[int, int], Any] = {}
-        for line in lines:
-            match line:
-                case history.Beginning():
-                    begun[line.pid, line.call] = line
-                case history.Ending():
-                    self._take(begun.pop((line.pid, line.call)), line, settlements)
-                case history.Started():
-                    starts.append(line)
-                case history.Ended():
-                    ends.append(line)
-                case history.Told():
-                    self._told.add((line.queue, line.id, line.generation))
-                case history.Fault():
-                    self._faults.append(line)
-                case history.Stalled():
-                    self._stalls[line.queue, line.id].append(line.at)
-                case history.Kept():
-                    self._kept[line.queue, line.id] = line
-                case history.Closing():
-                    self._closing = line
-        for first in begun.values():
-            self._take(first, None, settlements)
-        for started in starts:
-            lease = self._leases.get((started.queue, started.id, started.fence))
-            if lease is None:
-                self._strays.append(started)
-            else:
-                lease.started = started
-        for ended in ends:
-            lease = self._leases.get((ended.queue, ended.id, ended.fence))
-            if lease is not None:
-                lease.ended = ended
-        for settling, settled in settlements:
-            replies = settled.replies if settled is not None and settled.replies else [None] * len(settling.batch)
-            answered = None if settled is None else settled.at
-            for settlement, reply in zip(settling.batch, replies, strict=True):
-                lease = self._leases.get((settling.queue, settlement.id, settlement.fence))
-                if lease is not None:
-                    lease.settlements.append((settlement, settling.at, answered, reply))
-        for leases in self._claims.values():
-            leases.sort(key=lambda lease: lease.fence)
-
-    def _take(self, first: Any, last: Any, settlements: list[Any]) -> None:
-        """Something that has a beginning, and perhaps an end."""
-        match first:
-            case history.Asking():
-                for number, id in enumerate(first.ids):
-                    self._asks[first.queue, id].append((first, number, last))
-            case history.Claiming():
-                if last is None or last.error:
-                    # It may have been carried out, and was heard by nobody: until then at the latest.
-                    until = first.at + 30 if last is None else last.at + 10
-                    self._unheard_claims[first.queue].append((first.at, until))
-                for claim in [] if last is None else last.claims:
-                    lease = Lease(first.queue, claim, first.pid, last.at, first.at)
-                    self._leases[first.queue, claim.id, claim.fence] = lease
-                    self._claims[first.queue, claim.id].append(lease)
-            case history.Settling():
-                settlements.append((first, last))
-            case history.Cancelling():
-                self._cancelled.update((first.queue, id) for id in first.ids)
-            case history.Waiting():
-                self._waits.append((first, last))
-            case _:
-                raise AssertionError(first)
-
-    # Checking
-
-    def _check(self) -> None:
-        counts = self.verdict.counts
-        counts["jobs"] = sum(
-            1 for asks in self._asks.values() for _, at, asked in asks if asked and asked.placed and _is_new(asked, at)
-        )
-        counts["jobs"] += sum(totals.get("promoted", 0) for totals in self._totals().values())
-        counts["requests"] = sum(len(asks) for asks in self._asks.values())
-        counts["runs"] = sum(lease.started is not None for lease in self._leases.values()) + len(self._strays)
-        counts["leases"] = len(self._leases)
-        counts["waits"] = len(self._waits)
-        self._no_loss()
-        self._no_phantom()
-        self._ends()
-        self._overlaps()
-        self._never_early()
+    def __init__(self, processes: Iterable[Iterable[Any]]) -> None:
+        self.story = story = Story(processes)
+        self.verdict = Verdict()
+        self._that = self.verdict.that
+        self._count()
+        for text in story.strange:
+            self._that("fenced", False, text)
+        for key in story.asked.keys() | story.of_id.keys() | story.kept.keys():
+            self._no_loss(key)
+            self._own_request(key)
+            self._cancelled_for_good(key)
+        for key, leases in story.of_id.items():
+            for at, lease in enumerate(leases):
+                self._one_settlement(lease, leases[at + 1 :])
+                self._work_was_done(lease)
+            self._one_end(key, leases)
+            runs = [lease for lease in leases if lease.started is not None]
+            for at, run in enumerate(runs):
+                self._no_overlap(runs[at - 1] if at else None, run)
+            for former, latter in itertools.pairwise(leases):
+                self._counted(former, latter)
+                self._lost(former, latter)
+            self._stalls_explained(leases)
+        self._totals()
+        self._fences_rise()
         for queue in QUEUES:
             if queue not in SINGLETONS:
                 self._order(queue)
         self._fail_handlers()
-        self._waiters()
-        self._duplicates()
-        self._stalls_explained()
-        self._recovery()
-        self._count_faults()
+        for waiting, waited in story.waits:
+            self._waiter(waiting, waited)
         self._closed()
 
-    def _totals(self) -> dict[str, dict[str, int]]:
-        return {} if self._closing is None else self._closing.totals
+    def _count(self) -> None:
+        story, counts = self.story, self.verdict.counts
+        totals = {} if story.closing is None else story.closing.totals
+        counts["jobs"] = sum(
+            numbers.get("enqueued", 0) + numbers.get("promoted", 0)
+            for queue, numbers in totals.items()
+            if not queue.endswith("/failed")
+        )
+        counts["requests"] = sum(len(asked) for asked in story.asked.values())
+        counts["leases"] = len(story.leases)
+        counts["runs"] = sum(lease.started is not None for lease in story.leases.values())
+        counts["waits"] = len(story.waits)
 
-    def _no_loss(self) -> None:
-        """Whatever was acknowledged has come to an end, and is there to be seen, unless nobody wanted to keep it."""
-        for (queue, id), asks in self._asks.items():
-            acknowledged = [
-                asked.generations[at] for _, at, asked in asks if asked is not None and asked.placed and not asked.error
-            ]
-            if not acknowledged:
-                continue
-            newest = max(acknowledged)
-            kept = self._kept.get((queue, id))
-            if kept is not None:
-                ended = kept.state in ("completed", "failed", "cancelled") and kept.generation >= newest
-                self.verdict.that("no loss", ended, f"{queue} {id}: asked for as {newest}, in the end {kept}")
-            else:
-                self.verdict.that(
-                    "no loss",
-                    self._may_be_forgotten(queue, id, newest),
-                    f"{queue} {id}: asked for as {newest}, and is not there; {self._story(queue, id)}",
-                )
+    # Nothing is lost, nothing comes from nowhere
 
-    def _may_be_forgotten(self, queue: str, id: str, generation: int) -> bool:
-        """Nobody wanted its end to be kept, and it has (probably) come to one."""
-        if queue != "question" and not queue.endswith("/failed"):
+    def _no_loss(self, key: Key) -> None:
+        """Whatever was acknowledged, or claimed, has come to an end that is there to be seen, unless nobody wanted to
+        keep it; and that end is one that somebody has brought about."""
+        story, asked = self.story, self.story.asked.get(key, [])
+        known = [one.generation for one in asked if one.placed] + [lease.generation for lease in story.of_id[key]]
+        kept = story.kept.get(key)
+        asked_to_stop = [cancel.at for cancel in story.cancels[key] if cancel.reply in ("cancelled", "asked", "")]
+        cancelled_at = max(asked_to_stop, default=0.0)
+        called_off = bool(asked) and cancelled_at > asked[-1].at
+        """With the request that waited for the end of its run."""
+        newest = max(known, default=0)
+        if kept is not None:
+            ended = kept.state in ("completed", "failed", "cancelled") and (kept.generation >= newest or called_off)
+            self._that("no loss", ended, f"{key}: known as {newest}, in the end {kept}; {story.tell(*key)}")
+            how = story.possible(*key, kept.generation, kept.generation + 1)
+            brought_about = {"completed": "complete" in how, "failed": "fail" in how, "cancelled": cancelled_at > 0}
+            self._that("no loss", brought_about.get(kept.state, True), f"nobody did that: {kept}; {story.tell(*key)}")
+        elif newest:
+            self._that("no loss", self._is_forgotten(key, newest), f"{key} is not there; {story.tell(*key)}")
+        placed = [one for one in asked if one.placed in ("new", "updated", "deferred")]
+        for former, latter in itertools.pairwise(sorted(placed, key=lambda one: one.generation)):
+            if latter.placed == "new" and latter.generation > former.generation and not cancelled_at:
+                ends = story.possible(*key, former.generation, latter.generation) & {"complete", "fail"}
+                self._that("no loss", bool(ends), f"{key}: {former.generation} had no end; {story.tell(*key)}")
+
+    def _is_forgotten(self, key: Key, generation: int) -> bool:
+        """Nobody wanted its end to be kept, and the last who had it may have brought it to one."""
+        leases = self.story.of_id[key]
+        if key[0] != "question" and not key[0].endswith("/failed"):
             return False
-        for lease in self._claims[queue, id]:
-            if lease.claim.generation >= generation:
-                for settlement, _, _, reply in lease.settlements:
-                    if settlement.how in ("complete", "fail") and reply != "lost":
-                        return True
-        return False
+        return bool(leases) and leases[-1].generation >= generation and "complete" in leases[-1].possible
 
-    def _no_phantom(self) -> None:
-        """Whatever ran was asked for, and saw what was sent."""
-        for lease in self._leases.values():
-            if lease.started is None or lease.queue.endswith("/failed"):
+    def _own_request(self, key: Key) -> None:
+        """Whatever ran was asked for, and saw what was sent, with its own priority, and not before its time."""
+        queue, asked = key[0], self.story.asked.get(key, [])
+        by_generation = {one.generation: one for one in asked if one.placed in ("new", "updated", "deferred")}
+        jumped_at = min((fault.at for fault in self.story.faults if fault.kind == "clock jump"), default=float("inf"))
+        for lease in self.story.of_id.get(key, []):
+            claim = lease.claim
+            early = claim.run_at - claim.fence
+            self._that("never early", early <= 0, f"{early} µs early: {lease}")
+            if queue.endswith("/failed"):
                 continue
-            asks = self._asks.get((lease.queue, lease.id), [])
-            tokens = {asking.tokens[at] for asking, at, _ in asks if asking.at <= lease.started.at}
-            self.verdict.that("no phantom", lease.started.token in tokens, f"{lease} ran with {lease.started.token}")
-        for started in self._strays:
-            # Nobody has heard of that claim, and yet it runs.
-            self.verdict.that("no phantom", False, f"a run without a claim: {started}")
+            tokens = {one.token for one in asked if one.at <= lease.at}
+            mine = by_generation.get(claim.generation)
+            if mine is not None:
+                tokens &= {mine.token}
+                self._that("order", claim.priority == mine.priority, f"another priority: {lease}")
+                early = claim.generation - STEP_US + 1000 * mine.delay_ms - claim.fence
+                if mine.delay_ms and mine.placed == "new":
+                    self._that("never early", early <= 0, f"{early} µs before its delay was over: {lease}")
+                if mine.run_at and len(asked) == 1 and lease.at < jumped_at:
+                    self._that("never early", claim.fence >= mine.run_at, f"before {mine.run_at}: {lease}")
+            if lease.started is not None:
+                self._that("no phantom", lease.started.token in tokens, f"{lease} ran with {lease.started.token}")
 
-    def _ends(self) -> None:
-        """One settlement a lease, one end a generation, and only of whoever has the newest lease."""
-        completed: Counter[tuple[str, str, int]] = Counter()
-        ended: Counter[tuple[str, str, int]] = Counter()
-        for (queue, id), leases in self._claims.items():
-            for at, lease in enumerate(leases):
-                ok = [(one, sent, answered) for one, sent, answered, reply in lease.settlements if reply == "ok"]
-                self.verdict.that("one end", len(ok) <= 1, f"settled {len(ok)} times: {lease}")
-                for settlement, _, _ in ok:
-                    # One that got no answer is sent again, and answered as it was carried out the first time.
-                    sent = min(sent for one, sent, _, _ in lease.settlements if one.how == settlement.how)
-                    key = (queue, id, lease.claim.generation)
-                    completed[key] += settlement.how == "complete"
-                    ended[key] += settlement.how in ("complete", "fail")
-                    later = next((other for other in leases[at + 1 :] if other.at < sent), None)
-                    self.verdict.that("fenced", later is None, f"{lease} was settled, though there was {later}")
-                    if settlement.how in ("complete", "fail"):
-                        again = [
-                            other for other in leases[at + 1 :] if other.claim.generation == lease.claim.generation
-                        ]
-                        self.verdict.that(
-                            "one end",
-                            not again,
-                            f"it went on after its end: {lease}, then {', '.join(map(str, again))}",
-                        )
-        for key, count in ended.items():
-            self.verdict.that("one end", count <= 1, f"{key} ended {count} times")
-            self.verdict.that("no double completion", completed[key] <= 1, f"{key} completed {completed[key]} times")
-        for queue, totals in self._totals().items():
+    def _cancelled_for_good(self, key: Key) -> None:
+        """What was taken out before anybody had it is not given to anybody; a later request of its id is."""
+        for cancel in self.story.cancels.get(key, ()):
+            if cancel.reply == "cancelled":
+                before = {one.generation for one in self.story.asked.get(key, []) if 0 < one.answered_at < cancel.at}
+                later = [lease for lease in self.story.of_id[key] if lease.asked_at > cancel.answered_at]
+                runs = next((lease for lease in later if lease.generation in before), None)
+                self._that("one end", runs is None, f"it went on after it was cancelled at {cancel.at:.3f}: {runs}")
+
+    # One end
+
+    def _one_settlement(self, lease: Lease, later: list[Lease]) -> None:
+        """A lease is settled once, and only for as long as there is no later one."""
+        ok = [one for one in lease.sent if one.reply == "ok"]
+        self._that("one end", len(ok) <= 1, f"settled {len(ok)} times: {lease}")
+        for settled in ok:
+            # One that got no answer is sent again, and answered as it was carried out the first time.
+            sent_at = min(one.at for one in lease.sent if one.how == settled.how)
+            passed = next((other for other in later if other.at < sent_at), None)
+            self._that("fenced", passed is None, f"{lease} was settled, though there was {passed}")
+
+    def _one_end(self, key: Key, leases: list[Lease]) -> None:
+        """A generation ends once, and nothing runs after that."""
+        ends: Counter[int] = Counter()
+        completed: Counter[int] = Counter()
+        for at, lease in enumerate(leases):
+            settled = lease.settled
+            if settled is None or settled.how not in ("complete", "fail"):
+                continue
+            ends[lease.generation] += 1
+            completed[lease.generation] += settled.how == "complete"
+            again = [str(other) for other in leases[at + 1 :] if other.generation == lease.generation]
+            self._that("one end", not again, f"it went on after its end: {lease}, then {', '.join(again)}")
+        for generation, count in ends.items():
+            self._that("one end", count == 1, f"{key} {generation} ended {count} times")
+            twice = completed[generation] > 1
+            self._that("no double completion", not twice, f"{key} {generation} completed {completed[generation]} times")
+
+    def _work_was_done(self, lease: Lease) -> None:
+        """What is said to be done was done, by a run that ended so; what failed did not return."""
+        how = None if lease.ended is None else lease.ended.how
+        pulled = lease.queue == "pulled"  # There a lease is settled by the run itself.
+        for one in lease.sent:
+            if one.how == "complete":
+                done = lease.started is not None and (how == "ok" or pulled)
+                self._that("one end", done, f"completed, though it was not done: {lease}")
+            elif one.how in ("retries", "fail") and not pulled:
+                self._that("one end", how != "ok", f"it was done, and counts as failed: {lease}")
+
+    def _totals(self) -> None:
+        """What the storage has counted is what was seen; of what nobody has heard, any part."""
+        story = self.story
+        least: dict[str, Counter[str]] = defaultdict(Counter)
+        more: dict[str, Counter[str]] = defaultdict(Counter)
+        for (queue, _), asked in story.asked.items():
+            least[queue]["enqueued"] += sum(one.placed == "new" for one in asked)
+            more[queue]["enqueued"] += sum(not one.placed for one in asked)
+        for lease in story.leases.values():
+            for how, end in (("complete", "completed"), ("fail", "failed")):
+                replies = {one.reply for one in lease.sent if one.how == how}
+                unsure = "ok" not in replies and None in replies
+                unsure = unsure or (how == "fail" and "ok" in replies and bool(story.cancels[lease.queue, lease.id]))
+                least[lease.queue][end] += "ok" in replies and not unsure
+                more[lease.queue][end] += unsure
+        if story.closing is None:
+            return
+        for queue in story.closing.totals.keys() | least.keys():
+            totals = story.closing.totals.get(queue, {})
             starts = totals.get("enqueued", 0) + totals.get("promoted", 0)
             ends = sum(totals.get(end, 0) for end in ("completed", "failed", "cancelled", "purged"))
-            self.verdict.that("one end", starts == ends, f"{queue}: {starts} starts, {ends} ends")
+            self._that("one end", starts == ends, f"{queue}: {starts} starts, {ends} ends")
+            for name, count in least[queue].items():
+                if not (queue.endswith("/failed") and name == "enqueued"):
+                    holds = count <= totals.get(name, 0) <= count + more[queue][name]
+                    said = f"{queue}: {totals.get(name, 0)} {name}, {count} heard of, {more[queue][name]} unsure"
+                    self._that("one end", holds, said)
 
-    def _overlaps(self) -> None:
-        """Two runs of one id are never at one time, unless who had the first was frozen for longer than a lease."""
-        for (queue, _), leases in self._claims.items():
-            runs = [lease for lease in leases if lease.started is not None]
-            for former, latter in itertools.pairwise(runs):
-                assert former.started is not None
-                assert latter.started is not None
-                beside = former.ended is not None and former.ended.at > latter.started.at
-                beside = beside or (queue in SINGLETONS and latter.started.overlaps)
-                if queue in SINGLETONS:
-                    frozen = self._frozen(former, latter.started.at)
-                    self.verdict.that("no overlap", not beside or frozen, f"{former} beside {latter}")
-                elif beside:
-                    self.verdict.counts["overlaps of others"] += 1
+    def _fences_rise(self) -> None:
+        """Of two claims, one answered before the other was sent, the later has the higher fence. No two have one."""
+        by_queue: dict[str, list[Lease]] = defaultdict(list)
+        for lease in self.story.leases.values():
+            by_queue[lease.queue].append(lease)
+        for queue, leases in by_queue.items():
+            for fence, count in Counter(lease.fence for lease in leases).items():
+                self._that("fenced", count == 1, f"{queue}: {count} leases have the fence {fence}")
+            answered = sorted(leases, key=lambda lease: lease.at)
+            newest: Lease | None = None
+            at = 0
+            for lease in sorted(leases, key=lambda lease: lease.asked_at):
+                while answered[at].at < lease.asked_at:
+                    newest = max(newest or answered[at], answered[at], key=lambda lease: lease.fence)
+                    at += 1
+                rises = newest is None or lease.fence > newest.fence
+                self._that("fenced", rises, f"a fence went back: {lease} after {newest}")
 
-    def _frozen(self, lease: Lease, until: float) -> bool:
-        pids = {lease.worker_pid, lease.started.pid if lease.started else 0}
+    # One at a time, in order
+
+    def _no_overlap(self, former: Lease | None, latter: Lease) -> None:
+        """Two runs of a singleton are never at one time, unless who had the first was frozen for longer than that."""
+        assert latter.started is not None
+        beside = latter.started.overlaps
+        if former is not None and former.ended is not None:
+            beside = beside or former.ended.at > latter.started.at
+        if latter.queue in SINGLETONS:
+            # The first may go on after a thaw; and the later may begin after one, beside whoever has it by then.
+            frozen = former is not None and self._frozen(former.pid, former.at, latter.at)
+            frozen = frozen or self._frozen(latter.pid, latter.at, latter.started.at)
+            self._that("no overlap", not beside or frozen, f"{former or 'nobody known'} beside {latter}")
+        elif beside:
+            self.verdict.counts["overlaps of others"] += 1  # Their first lease is lost: that must be attributed.
+
+    def _frozen(self, pid: int, since: float, until: float) -> bool:
         return any(
-            fault.kind in FREEZES and fault.until >= lease.at and fault.at <= until
-            for pid in pids
-            for fault in self._by_target[pid]
+            fault.kind in ("worker freeze", "tree freeze") and fault.until >= since and fault.at + GRACE_S <= until
+            for fault in self.story.by_target[pid]
         )
-
-    def _never_early(self) -> None:
-        for (queue, id), leases in self._claims.items():
-            delays = {
-                asked.generations[at]: asking.delays_ms[at]
-                for asking, at, asked in self._asks.get((queue, id), [])
-                if asked is not None and asked.generations and not asking.updates
-            }
-            for lease in leases:
-                claim = lease.claim
-                early = claim.run_at - claim.fence
-                self.verdict.that("never early", early <= 0, f"{early} µs early: {lease}")
-                delay_ms = delays.get(claim.generation)
-                if delay_ms:
-                    early = claim.generation + 1000 * delay_ms - claim.fence
-                    self.verdict.that("never early", early <= 0, f"{early} µs before its delay was over: {lease}")
 
     def _order(self, queue: str) -> None:
         """A claim takes the highest priority, then the earliest run_at, then the first that came: go through the
         claims, and have at hand what waits at each. Where a job stood is known of those that nobody has changed."""
+        story = self.story
         claims = sorted(
-            (lease.claim for (of, _), leases in self._claims.items() if of == queue for lease in leases),
+            (lease.claim for (of, _), leases in story.of_id.items() if of == queue for lease in leases),
             key=lambda claim: claim.fence,
         )
-        jumped = any(fault.kind == "clock jump" for fault in self._faults)
+        jumped = any(fault.kind == "clock jump" for fault in story.faults)
         delays = {
-            id: 1000 * asks[0][0].delays_ms[asks[0][1]]
-            for (of, id), asks in self._asks.items()
-            if of == queue and len(asks) == 1 and (of, id) not in self._cancelled
-            if not asks[0][0].run_ats[asks[0][1]]  # That one follows the wall, wherever it goes.
+            id: 1000 * asked[0].delay_ms
+            for (of, id), asked in story.asked.items()
+            if of == queue and len(asked) == 1 and not story.cancels.get((of, id))
+            if not asked[0].run_at  # That one follows the wall, wherever it goes.
         }
         first = [claim for claim in claims if claim.attempts == 1 and claim.id in delays]
         coming = sorted((claim.generation + delays[claim.id] + STEP_US, claim.fence) for claim in first)
@@ -390,224 +323,241 @@ class Checker:
             else:
                 continue
             passed = by_fence[waiting[0][1]] if waiting and waiting[0][0] < (-claim.priority, due) else None
-            self.verdict.that("order", passed is None, f"{queue}: {claim} was claimed while {passed} waited")
+            self._that("order", passed is None, f"{queue}: {claim} was claimed while {passed} waited")
+
+    # Whoever must be told is told
 
     def _fail_handlers(self) -> None:
-        for (queue, id), leases in self._claims.items():
-            if queue.endswith("/failed") or queue == "pulled":
+        story = self.story
+        for lease in story.leases.values():
+            settled = lease.settled
+            if settled is None or settled.how != "fail" or lease.queue.endswith("/failed") or lease.queue == "pulled":
                 continue
-            for lease in leases:
-                settled = lease.settled
-                if settled is not None and settled[0].how == "fail":
-                    key = (queue, id, lease.claim.generation)
-                    self.verdict.that("fail handler", key in self._told, f"it was not told of {lease}")
-        for (queue, id), kept in self._kept.items():
-            if kept.state == "failed" and not queue.endswith("/failed") and queue != "pulled":
-                self.verdict.that(
-                    "fail handler", (queue, id, kept.generation) in self._told, f"it was not told of {queue} {id}"
-                )
+            key = (lease.queue, lease.id)
+            called_off = any(cancel.at < settled.at and cancel.reply in ("asked", "") for cancel in story.cancels[key])
+            if not called_off:
+                told = (*key, lease.generation) in story.told
+                self._that("fail handler", told, f"it was not told of {lease}")
+        for (queue, id), kept in story.kept.items():
             if queue.endswith("/failed"):
-                self.verdict.that("fail handler", kept.state == "completed", f"a fail handler has {kept.state}: {id}")
+                self._that("fail handler", kept.state == "completed", f"a fail handler has {kept.state}: {id}")
+            elif kept.state == "failed" and queue != "pulled":
+                told = (queue, id, kept.generation) in story.told
+                self._that("fail handler", told, f"it was not told of {queue} {id}")
+        for (queue, id, generation), times in story.told.items():
+            failed = "fail" in story.possible(queue, id, generation, generation + 1)
+            self._that("fail handler", failed, f"it was told of {queue} {id} {generation}, which has not failed")
+            follow_up = story.of_id.get((f"{queue}/failed", f"{id}@{generation}"), [])
+            runs = sum(lease.started is not None for lease in follow_up)
+            said = f"it was told {times} times of {queue} {id} {generation}, and ran {runs} times"
+            self._that("fail handler", times <= runs, said)
 
-    def _waiters(self) -> None:
-        for waiting, waited in self._waits:
-            if waited is None:
-                continue  # Whoever waited was killed.
-            late = waited.at - waiting.at - waiting.seconds
-            slow = self._was_slow(waiting.pid, waiting.at, waited.at)
-            self.verdict.that(
-                "waiters", late <= WAIT_SLACK_S or slow, f"{waiting.id} came back {late:.1f} s late: {waited}"
-            )
-            if not slow and waited.how == "WaitTimeout":
-                self.verdict.waits.append(late)
-            match waited.how:
-                case "answer":
-                    holds = waited.answer == waiting.expected
-                case "WaitTimeout" | "JobFailed" | "StorageUnavailable" | "StorageFull":
-                    holds = True
-                case "JobForgotten":
-                    holds = self._jumped(waiting.at, waited.at)  # What was kept for it for a while was kept too long.
-                case _:
-                    holds = False
-            self.verdict.that("waiters", holds, f"{waiting.id} expected {waiting.expected}, and got {waited}")
+    def _waiter(self, waiting: history.Waiting, waited: history.Waited | None) -> None:
+        """Nobody waits longer than they said, and nobody gets another's answer, or none without a reason."""
+        story = self.story
+        if waited is None:
+            killed = story.killed_at(waiting.pid, waiting.at) is not None
+            self._that("waiters", killed, f"it never came back: {waiting}")
+            return
+        around = sorted((*story.by_target[0], *story.by_target[waiting.pid]), key=lambda fault: fault.at)
+        deadline = waiting.at + waiting.seconds
+        limit = deadline + WAIT_SLACK_S
+        disturbed = False
+        for fault in around:
+            if fault.kind in AWAY | SILENT and fault.at <= limit and fault.until + SWEPT_S >= deadline:
+                disturbed = True
+                limit = max(limit, fault.until + SWEPT_S)  # So long may a call to the storage take to give up.
+        self._that("waiters", waited.at <= limit, f"{waiting.id} came back {waited.at - deadline:.1f} s late: {waited}")
+        match waited.how:
+            case "answer":
+                holds = waited.answer == waiting.expected
+            case "WaitTimeout":
+                holds = waited.at > deadline - 0.05 and (disturbed or not self._had_ended(waiting, deadline))
+                if not disturbed:
+                    self.verdict.late.append(waited.at - deadline)
+            case "JobFailed":
+                holds = "fail" in story.possible(waiting.queue, waiting.id, 0, EVER)
+            case "StorageUnavailable" | "StorageFull":
+                kinds = {"full memory"} if waited.how == "StorageFull" else AWAY | SILENT | {"cut", "truncate"}
+                holds = any(
+                    fault.kind in kinds and fault.at <= waited.at and fault.until + SWEPT_S >= waiting.at
+                    for fault in around
+                )
+            case "JobForgotten":  # What was kept for it for a while was kept for too long, as the clock has it.
+                holds = any(waiting.at <= at <= waited.at for at in self._steps_forward())
+            case _:
+                holds = False
+        self._that("waiters", holds, f"{waiting.id} expected {waiting.expected}, and got {waited}")
 
-    def _jumped(self, since: float, until: float) -> bool:
-        return any(fault.kind == "clock jump" and since <= fault.at <= until for fault in self._by_target[0])
+    def _had_ended(self, waiting: history.Waiting, deadline: float) -> bool:
+        """So early that whoever waited must have heard of it."""
+        for lease in self.story.of_id.get((waiting.queue, waiting.id), []):
+            settled = lease.settled
+            if settled is not None and settled.how in ("complete", "fail") and settled.answered_at is not None:
+                return settled.answered_at + WAIT_SLACK_S < deadline
+        return False
 
-    def _was_slow(self, pid: int, since: float, until: float) -> bool:
-        """The caller itself could not hear anything in time: a call to the storage may take so long to give up."""
-        faults = (*self._by_target[0], *self._by_target[pid])
-        return any(
-            fault.kind in (AWAY | SILENT) and fault.at <= until and fault.until + SWEPT_S >= since for fault in faults
-        )
+    def _steps_forward(self) -> list[float]:
+        """When the clock stepped on. A jump tells by how much the clock is off from then on."""
+        offsets = [
+            (fault.at, float(fault.detail.split()[0])) for fault in self.story.faults if fault.kind == "clock jump"
+        ]
+        return [at for (_, before), (at, now) in itertools.pairwise([(0.0, 0.0), *offsets]) if now > before]
 
-    def _duplicates(self) -> None:
-        """Whoever ran again without having failed had lost a run to a fault."""
-        for leases in self._claims.values():
-            for former, latter in itertools.pairwise(leases):
-                if former.started is None or former.claim.generation != latter.claim.generation:
-                    continue
-                settled = former.settled
-                if settled is not None and settled[0].how in ("retries", "timeouts"):
-                    continue  # It has failed, and was to run again.
-                if latter.claim.retries > former.claim.retries or latter.claim.timeouts > former.claim.timeouts:
-                    continue  # The same; only nobody has heard the reply.
-                cause = self._cause(former, latter)
-                self.verdict.counts["duplicates"] += 1
-                self.verdict.duplicates[cause or "nobody knows"] += 1
-                self.verdict.that("attributed", cause is not None, f"{former}, then {latter}")
+    # What a fault cost
+
+    def _counted(self, former: Lease, latter: Lease) -> None:
+        """Counts rise by what was settled, and by nothing else."""
+        if former.generation != latter.generation:
+            return
+        risen = latter.claim.attempts - former.claim.attempts
+        self._that("one end", risen > 0, f"attempts rose by {risen}: {former}, then {latter}")
+        if risen != 1:
+            return
+        for count in ("retries", "timeouts"):
+            risen = getattr(latter.claim, count) - getattr(former.claim, count)
+            replies = [one.reply for one in former.sent if one.how == count and one.reply != "lost"]
+            holds = risen == 1 if "ok" in replies else risen in (0, 1) if replies else risen == 0
+            self._that("one end", holds, f"{count} rose by {risen}: {former}, then {latter}")
+
+    def _lost(self, former: Lease, latter: Lease) -> None:
+        """Whoever lost a lease without having failed, or could not end it, was hurt."""
+        if self._was_ended(former, latter):
+            return
+        settled = former.settled
+        if former.started is None and any(one.how == "release" for one in former.sent):
+            # Given back before it was begun. If that was refused, it had been another's when it was heard of.
+            late = former.at - former.asked_at >= LEASE_S
+            holds = "release" in former.possible or late or self._cause(former, latter) is not None
+            self._that("attributed", holds, f"{former}, then {latter}")
+            return
+        cause = self._cause(former, latter)
+        if cause is None and former.started is None and settled is not None:
+            cause = self._child_unknown(former, settled)
+        if former.started is not None and latter.started is not None and former.generation == latter.generation:
+            self.verdict.counts["duplicates"] += 1
+            self.verdict.duplicates[cause or "nobody knows"] += 1
+        self._that("attributed", cause is not None, f"{former}, then {latter}")
+
+    def _was_ended(self, former: Lease, latter: Lease) -> bool:
+        """By its holder, as done or as failed. Where nobody has heard so, what came next tells."""
+        if former.settled is not None:
+            return former.settled.how in ENDED
+        ends = former.possible & ENDED
+        if former.generation != latter.generation:
+            return bool(ends)
+        return any(getattr(latter.claim, how, 0) > getattr(former.claim, how, 0) for how in ends)
 
     def _cause(self, lease: Lease, latter: Lease) -> str | None:
         """The fault that cost a lease: by who had it, and when."""
         settled = lease.settled
-        until = latter.at if settled is None else settled[2]
-        assert lease.started is not None
-        child, worker = lease.started.pid, lease.worker_pid
-        found: list[tuple[float, str]] = []
-        for pid in {child, worker}:
-            for fault in self._by_target[pid]:
-                lasts = fault.until - fault.at
-                deadly = "kill" in fault.kind or fault.kind in FREEZES
-                deadly = deadly or (fault.kind in SILENT and lasts >= LEASE_S / 2)
-                if deadly and fault.at <= until and fault.until >= lease.asked_at - 0.1:
-                    found.append((fault.at, fault.kind))
-        for neighbour in self._runs_of[child]:
+        taken_back = not lease.possible - ENDED
+        until = latter.at if settled is None else settled.answered_at or settled.at
+        """When it must have struck by."""
+        if taken_back and not any(lease.asked_at <= at <= until for at in self._steps_forward()):
+            until -= GRACE_S  # What is taken back was overdue for half a lease, unless the clock made it look so.
+        found = [
+            (fault.at, fault.kind)
+            for pid in {lease.pid, lease.run_pid}
+            for fault in self.story.by_target[pid]
+            if self._can_cost(fault) and fault.at <= until and fault.until >= lease.asked_at - 0.1
+        ]
+        for neighbour in self.story.runs_of[lease.run_pid] if lease.run_pid != lease.pid else ():
             started = neighbour.started
             assert started is not None
-            over = neighbour.ended.at if neighbour.ended is not None else float("inf")
-            if started.kind in DEADLY and child != worker and started.at <= until and over >= lease.asked_at:
+            if started.kind in DEADLY and neighbour.ended is None and started.at <= until:
                 found.append((started.at, f"handler: {started.kind}"))
-        if lease.started.kind == "abandon":
+        if lease.started is not None and lease.started.kind == "abandon":
             found.append((lease.started.at, "handler: abandon"))
-        if settled is not None and settled[0].how == "release" and not found:
-            # It was stopped because the storage could not be reached.
+        if settled is not None and settled.how == "release" and lease.queue in SINGLETONS and not found:
+            # It must not go on while the storage cannot be reached.
             found += [
                 (fault.at, fault.kind)
-                for fault in self._by_target[0]
-                if fault.kind in AWAY and fault.at <= until and fault.until + SWEPT_S >= lease.at
+                for fault in (*self.story.by_target[0], *self.story.by_target[lease.pid])
+                if fault.kind in AWAY | SILENT | {"cut", "truncate"}
+                and fault.at <= until
+                and fault.until + LEASE_S >= lease.at
             ]
+        if taken_back and not found:
+            return self._two_in_a_row(lease, latter)
         return max(found)[1] if found else None
 
-    def _stalls_explained(self) -> None:
+    def _child_unknown(self, lease: Lease, settled: Sent) -> str | None:
+        """It was given to a child that died as it was to begin, and nobody has written down which that was."""
+        until = settled.answered_at or settled.at
+        deaths = [fault for fault in self.story.faults if fault.kind in ("child kill", "child freeze")]
+        if any(lease.at - LEASE_S <= fault.at <= until for fault in deaths):
+            return "child kill"
+        crashes = [run.started for runs in self.story.runs_of.values() for run in runs if run.ended is None]
+        near = [one for one in crashes if one and one.kind in DEADLY and lease.at - LEASE_S <= one.at <= until]
+        return f"handler: {near[0].kind}" if near else None
+
+    def _can_cost(self, fault: history.Fault) -> bool:
+        """A connection that is silent for a moment must not cost a lease."""
+        return "kill" in fault.kind or fault.kind in FREEZES or (
+            fault.kind in SILENT and fault.until - fault.at >= LEASE_S / 2
+        )  # fmt: skip
+
+    def _two_in_a_row(self, lease: Lease, latter: Lease) -> str | None:
+        """A clock that steps on, or a long outage, makes every lease look expired; who is not heard of within half a
+        lease after that has lost it. One such shock is survived, not a second that falls into that time."""
+        shocks = [(at, at, "clock jump") for at in self._steps_forward()]
+        shocks += [(fault.at, fault.until, fault.kind) for fault in self.story.by_target[0] if fault.kind in AWAY]
+        seconds = (*self.story.by_target[0], *self.story.by_target[lease.pid])
+        for at, until, kind in sorted(shocks):
+            if lease.asked_at <= until and at <= latter.at and (kind == "clock jump" or until - at >= LEASE_S / 2):
+                for fault in seconds:
+                    falls = at < fault.at <= min(until + GRACE_S, latter.at) or fault.at <= until <= fault.until
+                    lasts = fault.kind in AWAY | SILENT and fault.until >= until + GRACE_S / 2
+                    if falls and (lasts or fault.kind == "clock jump") and (fault.at, fault.kind) != (at, kind):
+                        return f"{kind}, then {fault.kind}"
+        return None
+
+    def _stalls_explained(self, leases: list[Lease]) -> None:
         """A stall is a lease that somebody had and did not settle. If nobody is known to have had it, then a claim must
         have been carried out whose answer nobody has heard."""
-        for (queue, _), leases in self._claims.items():
-            before: Lease | None = None
-            for lease in leases:
-                if before is None or before.claim.generation != lease.claim.generation:
-                    known = 0
-                    base = 0 if lease.claim.attempts == 1 or before is None else None
-                    since = lease.claim.generation
-                else:
-                    settled = before.settled
-                    known = int(settled is None or settled[0].how == "stalls")
-                    base = before.claim.stalls
-                    since = before.fence
-                if base is not None and lease.claim.stalls - base > known:
-                    missing = lease.claim.stalls - base - known
-                    heard_of = before.at if before is not None and since == before.fence else self._asked_at(lease)
-                    unheard = sum(
-                        began <= lease.at and until >= heard_of for began, until in self._unheard_claims[queue]
-                    )
-                    self.verdict.that(
-                        "stalls explained",
-                        unheard >= missing,
-                        f"{missing} of the stalls of {lease} are nobody's, after {before}",
-                    )
-                else:
-                    self.verdict.that("stalls explained", True, "")
-                before = lease
-
-    def _asked_at(self, lease: Lease) -> float:
-        asks = self._asks.get((lease.queue, lease.id), [])
-        return min((asking.at for asking, _, _ in asks), default=0.0)
-
-    # What faults cost
-
-    def _recovery(self) -> None:
-        """How long jobs of whoever was killed could not be claimed by others; how long nothing was claimed after the
-        server had answered again."""
-        held: dict[int, list[Lease]] = defaultdict(list)
-        for lease in self._leases.values():
-            held[lease.worker_pid].append(lease)
-        claims_at = sorted(lease.at for lease in self._leases.values())
-        for fault in self._faults:
-            if fault.kind == "server kill":
-                at = bisect.bisect(claims_at, fault.until)
-                if at < len(claims_at):
-                    self._recovered("server kill", fault, claims_at[at] - fault.until)
-            elif fault.kind == "worker kill":
-                for lease in held[fault.target]:
-                    if not any(one[3] for one in lease.settlements) and lease.at <= fault.at:
-                        self._recovered("worker kill", fault, self._back_at(lease) - fault.at)
-            elif fault.kind == "child kill":
-                for lease in self._runs_of[fault.target]:
-                    if lease.ended is None and lease.settled is not None and lease.settled[2] >= fault.at:
-                        self._recovered("child kill", fault, lease.settled[2] - fault.at)
-
-    def _back_at(self, lease: Lease) -> float:
-        """When a job could be claimed again: when it was taken back, as somebody heard, or when it was claimed."""
-        latter = next((one for one in self._claims[lease.queue, lease.id] if one.fence > lease.fence), None)
-        claimed_at = float("-inf") if latter is None else latter.at
-        stalls = [at for at in self._stalls[lease.queue, lease.id] if lease.at < at <= claimed_at]
-        return min(stalls, default=claimed_at)
-
-    def _recovered(self, kind: str, fault: history.Fault, seconds: float) -> None:
-        if seconds < 0:
-            return  # It had been settled and nobody has heard the reply, or it was lost before.
-        limit = RECOVERY_S[kind]
-        disturbed = kind != "server kill" and any(
-            other.kind in (AWAY | {"clock jump"})
-            and other.at <= fault.at + seconds
-            and other.until + CLEAN_S >= fault.at
-            for other in self._by_target[0]
-        )
-        self.verdict.recoveries[f"{kind}, disturbed" if disturbed else kind].append(seconds)
-        if not disturbed and seconds > limit:
-            around = [
-                f"{other.kind} {other.target or ''}".strip()
-                for other in self._faults
-                if other is not fault and other.at <= fault.at + seconds and other.until >= fault.at
-            ]
-            self.verdict.excesses.append(f"{kind}: {seconds:.2f} s, beside {', '.join(around[:8]) or 'nothing'}")
-
-    def _count_faults(self) -> None:
-        leases = list(self._leases.values())
-        by_worker: dict[int, list[Lease]] = defaultdict(list)
+        before: Lease | None = None
         for lease in leases:
-            by_worker[lease.worker_pid].append(lease)
-        seen: set[tuple[str, float]] = set()
-        for fault in self._faults:
-            if (fault.kind, fault.at) in seen and fault.kind in FREEZES:
-                continue  # The same for another process of the same tree.
-            seen.add((fault.kind, fault.at))
-            self.verdict.faults[fault.kind] += 1
-            open_then = [*by_worker[fault.target], *self._runs_of[fault.target]] if fault.target else leases
-            hit = fault.kind in ("cut", "delay", "truncate", "silence", "script flush") or any(
-                lease.at <= fault.until and (lease.settled is None or lease.settled[2] >= fault.at)
-                for lease in open_then
+            claim, known, base = lease.claim, 0, 0
+            if before is not None and before.generation == lease.generation:
+                base = before.claim.stalls
+                known = int(before.settled is None or before.settled.how == "stalls")
+                if not before.possible:
+                    counted = claim.stalls > base
+                    self._that("stalls explained", counted, f"not counted: {before}, then {lease}")
+            elif claim.attempts > 1 and before is not None:
+                base = claim.stalls  # What became of a generation that nobody claimed is not known.
+            missing = claim.stalls - base - known
+            since = before.asked_at if before is not None else self._first_asked(lease)
+            unheard = self._unheard(lease, since) if missing > 0 else 0
+            self._that(
+                "stalls explained", missing <= unheard, f"{missing} stalls of {lease} are nobody's, after {before}"
             )
-            self.verdict.hits[fault.kind] += hit
-        for lease in leases:
-            if lease.started is not None:
-                self.verdict.kinds[lease.started.kind] += 1
+            before = lease
+
+    def _first_asked(self, lease: Lease) -> float:
+        return min((one.at for one in self.story.asked.get((lease.queue, lease.id), [])), default=0.0)
+
+    def _unheard(self, lease: Lease, since: float) -> int:
+        """How many claims there were in that time that may have been carried out, and that nobody has heard of."""
+        found = 0
+        for began, heard_at, pid in self.story.unheard[lease.queue]:
+            over = self.story.killed_at(pid, began) if heard_at == began else heard_at
+            over = began if over is None else over
+            for fault in self.story.by_target[0]:
+                if fault.kind in AWAY and fault.at <= over <= fault.until:
+                    over = fault.until
+            for fault in self.story.by_target[pid]:
+                if fault.kind in SILENT and fault.at <= over + HEARD_S and fault.until >= over:
+                    over = fault.until  # Bytes on their way may arrive as late as that.
+            found += began <= lease.at - GRACE_S and over + HEARD_S >= since
+        return found
 
     def _closed(self) -> None:
-        closing = self._closing
-        self.verdict.that("drained", closing is not None and closing.drained, f"it is not over: {closing}")
+        closing = self.story.closing
+        self._that("drained", closing is not None and closing.drained, f"it is not over: {closing}")
         if closing is not None:
-            self.verdict.that("audit", not closing.problems, "; ".join(closing.problems[:10]))
+            self._that("audit", not closing.problems, "; ".join(closing.problems[:10]))
             left = [*closing.leftovers, *closing.exits]
-            self.verdict.that("nothing left over", not left, "; ".join(left[:10]))
+            self._that("nothing left over", not left, "; ".join(left[:10]))
             self.verdict.counts["drained ms"] = round(1000 * closing.drained_s)
-
-    def _story(self, queue: str, id: str) -> str:
-        return "; ".join(map(str, self._claims.get((queue, id), []))) or "never claimed"
-
-
-RECOVERY_S = {"child kill": 1.0, "worker kill": SWEPT_S + 1, "server kill": 5.0}
-"""At the 99th percentile, where the storage was not hurt meanwhile."""
-
-
-def _is_new(asked: history.Asked, at: int) -> bool:
-    return asked.placed[at] == "new"

@@ -7,7 +7,8 @@ from collections import Counter
 
 import msgspec
 
-from tests.chaos.checker import PROMISES, RECOVERY_S, Verdict
+from tests.chaos.checker import PROMISES, Checker
+from tests.chaos.costs import RECOVERY_S, Costs
 
 HANDLERS = ("throw", "permanent", "hang", "spin", "crash", "poison", "fork", "leak")
 EVERYWHERE = ("worker kill", "child kill", "worker freeze", "tree freeze", "child freeze", "clock jump")
@@ -84,20 +85,21 @@ class Report(msgspec.Struct, kw_only=True):
         return f"RED: {jobs}: {'; '.join([*broken, *missed, *unseen])}"
 
 
-def of(verdict: Verdict, shard: Shard) -> Report:
+def of(checker: Checker, shard: Shard) -> Report:
+    verdict, costs = checker.verdict, Costs(checker.story)
     return Report(
         shards=[shard],
         counts=dict(verdict.counts),
         checks={promise: verdict.checks[promise] for promise in PROMISES},
         wrong={promise: cases[:SHOWN] for promise, cases in verdict.wrong.items()},
         wrong_counts={promise: len(cases) for promise, cases in verdict.wrong.items()},
-        faults=dict(verdict.faults),
-        hits=dict(verdict.hits),
-        kinds=dict(verdict.kinds),
+        faults=dict(costs.faults),
+        hits=dict(costs.hits),
+        kinds=dict(costs.kinds),
         duplicates=dict(verdict.duplicates),
-        recoveries={kind: sorted(round(s, 3) for s in seconds) for kind, seconds in verdict.recoveries.items()},
-        excesses=verdict.excesses,
-        waits=sorted(round(late, 3) for late in verdict.waits),
+        recoveries={kind: sorted(round(s, 3) for s in seconds) for kind, seconds in costs.recoveries.items()},
+        excesses=costs.excesses,
+        waits=sorted(round(late, 3) for late in verdict.late),
     )
 
 

@@ -1,0 +1,217 @@
+"""A gate between a client and a server that says everything back: each wreck does what it says, in both directions, at
+the byte it was told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.chaos.wreck import HOST, KINDS, Gate, Kind, Passage, Wreck
+
+SOON_S = 5.0
+"""Whatever is to come has come by then, however busy the machine is."""
+HELD_S = 0.15
+
+both_ways = pytest.mark.parametrize("to_server", [True, False], ids=["to the server", "to the client"])
+
+
+@dataclass
+class Echo:
+    """Says back what it is told, and remembers it."""
+
+    heard: bytearray = field(default_factory=bytearray)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(100):
+                self.heard += data
+                writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            self.over.set()
+            writer.close()
+
+
+@dataclass
+class Scene:
+    echo: Echo
+    gate: Gate
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    done: list[float] = field(default_factory=list[float])
+
+    @property
+    def passage(self) -> Passage:
+        (passage,) = self.gate.passages
+        return passage
+
+    def plan(self, kind: Kind, to_server: bool, at_byte: int, seconds: float = HELD_S) -> Wreck:
+        wreck = Wreck(kind=kind, to_server=to_server, bytes_left=at_byte, seconds=seconds, done=self.done.append)
+        self.passage.wreck = wreck
+        return wreck
+
+    async def say(self, words: bytes) -> bytes:
+        self.writer.write(words)
+        async with asyncio.timeout(SOON_S):
+            return await self.reader.readexactly(len(words))
+
+    async def rest(self) -> bytes:
+        """All that comes until the connection is over, one way or the other."""
+        heard = bytearray()
+        async with asyncio.timeout(SOON_S):
+            with suppress(ConnectionError):
+                while data := await self.reader.read(100):
+                    heard += data
+        return bytes(heard)
+
+
+@asynccontextmanager
+async def opened() -> AsyncGenerator[Scene]:
+    echo = Echo()
+    server = await asyncio.start_server(echo.serve, HOST, 0)
+    gate = Gate(server.sockets[0].getsockname()[1])
+    await gate.open()
+    reader, writer = await asyncio.open_connection(HOST, gate.port)
+    scene = Scene(echo, gate, reader, writer)
+    try:
+        assert await scene.say(b"hello") == b"hello"
+        yield scene
+    finally:
+        writer.close()
+        async with asyncio.timeout(SOON_S):
+            await gate.close()
+        server.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_without_a_wreck_everything_passes() -> None:
+    async with opened() as scene:
+        words = bytes(range(256)) * 2_000
+        assert await scene.say(words) == words
+        assert bytes(scene.echo.heard) == b"hello" + words
+        assert scene.done == []
+
+
+@both_ways
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_happens_before_so_many_bytes_have_passed(kind: Kind, to_server: bool) -> None:
+    async with opened() as scene:
+        scene.plan(kind, to_server, at_byte=8)
+        passage = scene.passage
+        assert await scene.say(b"1234") == b"1234"
+        assert await scene.say(b"5678") == b"5678"
+        assert scene.done == []
+        scene.writer.write(b"9")
+        await until(lambda: scene.done != [])
+        assert passage.wreck is None
+
+
+@both_ways
+async def test_a_cut_lets_nothing_more_through_and_both_ends_see_it(to_server: bool) -> None:
+    async with opened() as scene:
+        scene.plan("cut", to_server, at_byte=3)
+        scene.writer.write(b"lost and gone")
+        assert await scene.rest() == b""
+        async with asyncio.timeout(SOON_S):
+            await scene.echo.over.wait()
+        assert bytes(scene.echo.heard) == (b"hello" if to_server else b"hellolost and gone")
+        assert len(scene.done) == 1
+        await until(lambda: not scene.gate.passages)
+
+
+@both_ways
+@pytest.mark.parametrize("at_byte", [0, 1, 7])
+async def test_a_truncation_lets_so_many_bytes_through_and_closes(to_server: bool, at_byte: int) -> None:
+    async with opened() as scene:
+        scene.plan("truncate", to_server, at_byte)
+        scene.writer.write(b"lost and gone")
+        passed = b"lost and gone"[:at_byte]
+        heard = await scene.rest()
+        async with asyncio.timeout(SOON_S):
+            await scene.echo.over.wait()
+        assert bytes(scene.echo.heard) == b"hello" + (passed if to_server else b"lost and gone")
+        assert heard == (b"" if to_server else passed)
+        assert len(scene.done) == 1
+        await until(lambda: not scene.gate.passages)
+
+
+@both_ways
+async def test_a_delay_holds_everything_up_and_then_lets_it_through_in_order(to_server: bool) -> None:
+    async with opened() as scene:
+        now = asyncio.get_running_loop().time
+        scene.plan("delay", to_server, at_byte=2)
+        began = now()
+        assert await scene.say(b"late, ") == b"late, "
+        assert now() - began >= HELD_S
+        assert scene.done == [pytest.approx(began + HELD_S, abs=0.1)]
+        assert now() >= scene.done[0]
+        began = now()
+        assert await scene.say(b"and then no more") == b"and then no more"
+        assert bytes(scene.echo.heard) == b"hellolate, and then no more"
+        assert now() - began < HELD_S
+
+
+@both_ways
+async def test_a_silence_lets_nothing_through_either_way_and_the_connection_stays_open(to_server: bool) -> None:
+    async with opened() as scene:
+        now = asyncio.get_running_loop().time
+        scene.plan("silence", to_server, at_byte=2)
+        began = now()
+        scene.writer.write(b"unheard")
+        await until(lambda: scene.done != [])
+        assert scene.done == [pytest.approx(began + HELD_S, abs=0.1)]
+        scene.writer.write(b"unheard, too")
+        for writer in (scene.passage.to_client, scene.passage.to_server):
+            assert not writer.is_closing()
+        assert await scene.rest() == b""
+        assert now() - began >= HELD_S
+        assert bytes(scene.echo.heard) == (b"hello" if to_server else b"hellounheard")
+        await until(lambda: not scene.gate.passages)
+
+
+@both_ways
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_waits_for_bytes_in_vain_happens_to_an_idle_connection(kind: Kind, to_server: bool) -> None:
+    async with opened() as scene:
+        wreck = scene.plan(kind, to_server, at_byte=1_000)
+        scene.passage.give_up_waiting(wreck)
+        assert len(scene.done) == 1
+        if kind == "delay":
+            assert await scene.say(b"late") == b"late"
+        else:
+            assert await scene.rest() == b""
+
+
+async def test_a_wreck_that_has_happened_is_not_given_up() -> None:
+    async with opened() as scene:
+        wreck = scene.plan("delay", True, at_byte=0, seconds=0)
+        assert await scene.say(b"now") == b"now"
+        scene.passage.give_up_waiting(wreck)
+        assert len(scene.done) == 1
+
+
+async def test_a_gate_to_a_server_that_is_away_refuses_and_goes_on() -> None:
+    server = await asyncio.start_server(Echo().serve, HOST, 0)
+    gate = Gate(server.sockets[0].getsockname()[1])
+    server.close()
+    await server.wait_closed()
+    await gate.open()
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection(HOST, gate.port)
+        async with asyncio.timeout(SOON_S):
+            with suppress(ConnectionError):
+                assert await reader.read(1) == b""
+        writer.close()
+    assert gate.passages == set()
+    await gate.close()
