@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos import history
-from tests.chaos.setting import DEADLY, LEASE_S, QUEUES, SINGLETONS
-from tests.chaos.story import Key, Lease, Sent, Story
+from tests.chaos.blame import AWAY, ENDED, SILENT, SWEPT_S, Blame
+from tests.chaos.setting import LEASE_S, QUEUES, SINGLETONS
+from tests.chaos.story import Key, Lease, Story
 
 PROMISES = (
     "no loss",
@@ -39,15 +40,6 @@ STEP_US = 1_000
 """The stamps of one step may be ahead of its clock by one microsecond each."""
 WAIT_SLACK_S = 2.0
 """So much later than it said may a waiter come back on a machine that has no time for it."""
-SWEPT_S = 1.5 * LEASE_S
-GRACE_S = LEASE_S / 2
-"""A lease that looks expired is taken back no sooner than so long after."""
-HEARD_S = 0.5
-"""A call that was on its way when its process died was carried out within so long, or never."""
-FREEZES = frozenset({"worker freeze", "tree freeze", "child freeze"})
-AWAY = frozenset({"server kill", "server pause", "file locked"})
-SILENT = frozenset({"silence", "delay"})
-ENDED = frozenset({"complete", "fail", "retries", "timeouts"})
 EVER = 1 << 62
 
 
@@ -71,6 +63,7 @@ class Checker:
     def __init__(self, processes: Iterable[Iterable[Any]]) -> None:
         self.story = story = Story(processes)
         self.verdict = Verdict()
+        self._blame = Blame(story)
         self._that = self.verdict.that
         self._count()
         for text in story.strange:
@@ -277,17 +270,11 @@ class Checker:
             beside = beside or former.ended.at > latter.started.at
         if latter.queue in SINGLETONS:
             # The first may go on after a thaw; and the later may begin after one, beside whoever has it by then.
-            frozen = former is not None and self._frozen(former.pid, former.at, latter.at)
-            frozen = frozen or self._frozen(latter.pid, latter.at, latter.started.at)
+            frozen = former is not None and self._blame.frozen(former.pid, former.at, latter.at)
+            frozen = frozen or self._blame.frozen(latter.pid, latter.at, latter.started.at)
             self._that("no overlap", not beside or frozen, f"{former or 'nobody known'} beside {latter}")
         elif beside:
             self.verdict.counts["overlaps of others"] += 1  # Their first lease is lost: that must be attributed.
-
-    def _frozen(self, pid: int, since: float, until: float) -> bool:
-        return any(
-            fault.kind in ("worker freeze", "tree freeze") and fault.until >= since and fault.at + GRACE_S <= until
-            for fault in self.story.by_target[pid]
-        )
 
     def _order(self, queue: str) -> None:
         """A claim takes the highest priority, then the earliest run_at, then the first that came: go through the
@@ -384,7 +371,7 @@ class Checker:
                     for fault in around
                 )
             case "JobForgotten":  # What was kept for it for a while was kept for too long, as the clock has it.
-                holds = any(waiting.at <= at <= waited.at for at in self._steps_forward())
+                holds = any(waiting.at <= at <= waited.at for at in self._blame.steps_forward)
             case _:
                 holds = False
         self._that("waiters", holds, f"{waiting.id} expected {waiting.expected}, and got {waited}")
@@ -396,13 +383,6 @@ class Checker:
             if settled is not None and settled.how in ("complete", "fail") and settled.answered_at is not None:
                 return settled.answered_at + WAIT_SLACK_S < deadline
         return False
-
-    def _steps_forward(self) -> list[float]:
-        """When the clock stepped on. A jump tells by how much the clock is off from then on."""
-        offsets = [
-            (fault.at, float(fault.detail.split()[0])) for fault in self.story.faults if fault.kind == "clock jump"
-        ]
-        return [at for (_, before), (at, now) in itertools.pairwise([(0.0, 0.0), *offsets]) if now > before]
 
     # What a fault cost
 
@@ -428,12 +408,12 @@ class Checker:
         if former.started is None and any(one.how == "release" for one in former.sent):
             # Given back before it was begun. If that was refused, it had been another's when it was heard of.
             late = former.at - former.asked_at >= LEASE_S
-            holds = "release" in former.possible or late or self._cause(former, latter) is not None
+            holds = "release" in former.possible or late or self._blame.cause(former, latter) is not None
             self._that("attributed", holds, f"{former}, then {latter}")
             return
-        cause = self._cause(former, latter)
+        cause = self._blame.cause(former, latter)
         if cause is None and former.started is None and settled is not None:
-            cause = self._child_unknown(former, settled)
+            cause = self._blame.child_unknown(former, settled)
         if former.started is not None and latter.started is not None and former.generation == latter.generation:
             self.verdict.counts["duplicates"] += 1
             self.verdict.duplicates[cause or "nobody knows"] += 1
@@ -447,71 +427,6 @@ class Checker:
         if former.generation != latter.generation:
             return bool(ends)
         return any(getattr(latter.claim, how, 0) > getattr(former.claim, how, 0) for how in ends)
-
-    def _cause(self, lease: Lease, latter: Lease) -> str | None:
-        """The fault that cost a lease: by who had it, and when."""
-        settled = lease.settled
-        taken_back = not lease.possible - ENDED
-        until = latter.at if settled is None else settled.answered_at or settled.at
-        """When it must have struck by."""
-        if taken_back and not any(lease.asked_at <= at <= until for at in self._steps_forward()):
-            until -= GRACE_S  # What is taken back was overdue for half a lease, unless the clock made it look so.
-        found = [
-            (fault.at, fault.kind)
-            for pid in {lease.pid, lease.run_pid}
-            for fault in self.story.by_target[pid]
-            if self._can_cost(fault) and fault.at <= until and fault.until >= lease.asked_at - 0.1
-        ]
-        for neighbour in self.story.runs_of[lease.run_pid] if lease.run_pid != lease.pid else ():
-            started = neighbour.started
-            assert started is not None
-            if started.kind in DEADLY and neighbour.ended is None and started.at <= until:
-                found.append((started.at, f"handler: {started.kind}"))
-        if lease.started is not None and lease.started.kind == "abandon":
-            found.append((lease.started.at, "handler: abandon"))
-        if settled is not None and settled.how == "release" and lease.queue in SINGLETONS and not found:
-            # It must not go on while the storage cannot be reached.
-            found += [
-                (fault.at, fault.kind)
-                for fault in (*self.story.by_target[0], *self.story.by_target[lease.pid])
-                if fault.kind in AWAY | SILENT | {"cut", "truncate"}
-                and fault.at <= until
-                and fault.until + LEASE_S >= lease.at
-            ]
-        if taken_back and not found:
-            return self._two_in_a_row(lease, latter)
-        return max(found)[1] if found else None
-
-    def _child_unknown(self, lease: Lease, settled: Sent) -> str | None:
-        """It was given to a child that died as it was to begin, and nobody has written down which that was."""
-        until = settled.answered_at or settled.at
-        deaths = [fault for fault in self.story.faults if fault.kind in ("child kill", "child freeze")]
-        if any(lease.at - LEASE_S <= fault.at <= until for fault in deaths):
-            return "child kill"
-        crashes = [run.started for runs in self.story.runs_of.values() for run in runs if run.ended is None]
-        near = [one for one in crashes if one and one.kind in DEADLY and lease.at - LEASE_S <= one.at <= until]
-        return f"handler: {near[0].kind}" if near else None
-
-    def _can_cost(self, fault: history.Fault) -> bool:
-        """A connection that is silent for a moment must not cost a lease."""
-        return "kill" in fault.kind or fault.kind in FREEZES or (
-            fault.kind in SILENT and fault.until - fault.at >= LEASE_S / 2
-        )  # fmt: skip
-
-    def _two_in_a_row(self, lease: Lease, latter: Lease) -> str | None:
-        """A clock that steps on, or a long outage, makes every lease look expired; who is not heard of within half a
-        lease after that has lost it. One such shock is survived, not a second that falls into that time."""
-        shocks = [(at, at, "clock jump") for at in self._steps_forward()]
-        shocks += [(fault.at, fault.until, fault.kind) for fault in self.story.by_target[0] if fault.kind in AWAY]
-        seconds = (*self.story.by_target[0], *self.story.by_target[lease.pid])
-        for at, until, kind in sorted(shocks):
-            if lease.asked_at <= until and at <= latter.at and (kind == "clock jump" or until - at >= LEASE_S / 2):
-                for fault in seconds:
-                    falls = at < fault.at <= min(until + GRACE_S, latter.at) or fault.at <= until <= fault.until
-                    lasts = fault.kind in AWAY | SILENT and fault.until >= until + GRACE_S / 2
-                    if falls and (lasts or fault.kind == "clock jump") and (fault.at, fault.kind) != (at, kind):
-                        return f"{kind}, then {fault.kind}"
-        return None
 
     def _stalls_explained(self, leases: list[Lease]) -> None:
         """A stall is a lease that somebody had and did not settle. If nobody is known to have had it, then a claim must
@@ -529,7 +444,7 @@ class Checker:
                 base = claim.stalls  # What became of a generation that nobody claimed is not known.
             missing = claim.stalls - base - known
             since = before.asked_at if before is not None else self._first_asked(lease)
-            unheard = self._unheard(lease, since) if missing > 0 else 0
+            unheard = self._blame.unheard(lease, since) if missing > 0 else 0
             self._that(
                 "stalls explained", missing <= unheard, f"{missing} stalls of {lease} are nobody's, after {before}"
             )
@@ -537,21 +452,6 @@ class Checker:
 
     def _first_asked(self, lease: Lease) -> float:
         return min((one.at for one in self.story.asked.get((lease.queue, lease.id), [])), default=0.0)
-
-    def _unheard(self, lease: Lease, since: float) -> int:
-        """How many claims there were in that time that may have been carried out, and that nobody has heard of."""
-        found = 0
-        for began, heard_at, pid in self.story.unheard[lease.queue]:
-            over = self.story.killed_at(pid, began) if heard_at == began else heard_at
-            over = began if over is None else over
-            for fault in self.story.by_target[0]:
-                if fault.kind in AWAY and fault.at <= over <= fault.until:
-                    over = fault.until
-            for fault in self.story.by_target[pid]:
-                if fault.kind in SILENT and fault.at <= over + HEARD_S and fault.until >= over:
-                    over = fault.until  # Bytes on their way may arrive as late as that.
-            found += began <= lease.at - GRACE_S and over + HEARD_S >= since
-        return found
 
     def _closed(self) -> None:
         closing = self.story.closing

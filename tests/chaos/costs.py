@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from tests.chaos import history
-from tests.chaos.checker import AWAY, FREEZES, SILENT, SWEPT_S
+from tests.chaos.blame import AWAY, FREEZES, SILENT, SWEPT_S
 from tests.chaos.story import Lease, Story
 
 RECOVERY_S = {"child kill": 1.0, "worker kill": SWEPT_S + 1, "server kill": 5.0}

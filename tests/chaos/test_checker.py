@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from tests.chaos import history
-from tests.chaos.checker import AWAY, PROMISES
+from tests.chaos.blame import AWAY
+from tests.chaos.checker import PROMISES
 from tests.chaos.forged import (
     CALLER,
     CHILD,

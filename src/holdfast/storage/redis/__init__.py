@@ -251,8 +251,8 @@ class RedisStorage(CheckedStorage):
         return key.removeprefix(f"{{{self.namespace}/").replace("}", "", 1)
 
     async def _list(self, queue: str, opened: bool = False) -> None:
-        """In a cluster, where the list is on another node: put a queue on it before it is made, and again if it was made
-        anew: it may have been dropped, and struck off, meanwhile."""
+        """In a cluster the list is on another node: put a queue on it before it is made, and again if it was made anew,
+        as it may have been dropped, and struck off, meanwhile."""
         if self._servers.clustered and (opened or queue not in self._listed):
             await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
