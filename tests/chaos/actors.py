@@ -31,7 +31,7 @@ PRODUCERS, CALLERS, PULLERS = 3, 6, 3
 """In one process."""
 TROUBLE = (HoldfastError, OSError)
 
-pulled = app.queue("pulled", max_stalls=100, max_retries=5, min_backoff=0.05, max_backoff=0.5, failure_ttl=DAY_S)
+pulled = app.queue("pulled", max_stalls=5, max_retries=5, min_backoff=0.05, max_backoff=0.5, failure_ttl=DAY_S)
 
 
 class Actor:

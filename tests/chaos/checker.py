@@ -269,9 +269,13 @@ class Checker:
         if former is not None and former.ended is not None:
             beside = beside or former.ended.at > latter.started.at
         if latter.queue in SINGLETONS:
-            # The first may go on after a thaw; and the later may begin after one, beside whoever has it by then.
-            frozen = former is not None and self._blame.frozen(former.pid, former.at, latter.at)
-            frozen = frozen or self._blame.frozen(latter.pid, latter.at, latter.started.at)
+            # An earlier one may go on after a thaw; and the later may begin after one, beside whoever has it by then.
+            frozen = self._blame.frozen(latter.pid, latter.at, latter.started.at) or any(
+                self._blame.frozen(earlier.pid, earlier.at, latter.at)
+                for earlier in self.story.of_id[latter.queue, latter.id]
+                if earlier.fence < latter.fence and earlier.started is not None
+                if earlier.ended is None or earlier.ended.at >= latter.started.at or earlier is former
+            )
             self._that("no overlap", not beside or frozen, f"{former or 'nobody known'} beside {latter}")
         elif beside:
             self.verdict.counts["overlaps of others"] += 1  # Their first lease is lost: that must be attributed.

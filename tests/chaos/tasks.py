@@ -143,7 +143,7 @@ async def single(key: int, kind: str, token: str, ms: float = 0) -> str:
     return await act(kind, token, ms, alone=True)
 
 
-@app.task(name="block", concurrency=1, size=100, timeout=15, max_stalls=30, result_ttl=DAY_S, failure_ttl=DAY_S)
+@app.task(name="block", concurrency=1, size=100, timeout=15, max_stalls=5, result_ttl=DAY_S, failure_ttl=DAY_S)
 async def block(kind: str, token: str, ms: float = 0) -> str:
     """Blocks the event loop that it is on for longer than a lease."""
     with noted(kind, token):
