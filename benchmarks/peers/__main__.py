@@ -22,10 +22,12 @@ import msgspec
 
 from benchmarks.peers import report
 from benchmarks.peers.measure import Measured, Sizes, measure
-from benchmarks.peers.systems import HOLDFAST, HOLDFAST_SQLITE, ROOT, SYSTEMS, NotInstalled, System, install
+from benchmarks.peers.systems import CACHE, HOLDFAST, HOLDFAST_SQLITE, ROOT, SYSTEMS, NotInstalled, System, install
 from tests.servers import Server
 
 RESULTS = ROOT / "benchmarks" / "results"
+ASIDE = CACHE / "results"
+"""Where a quick or a partial run is written, so that it does not take a whole one's place."""
 QUICK = Sizes(enqueued=200, jobs=1_000, calls=20, waited=200, picked=10, idle_s=1.0)
 SEED = 20
 
@@ -37,10 +39,11 @@ def main() -> None:
     sizes = QUICK if arguments.quick else Sizes()
     if arguments.jobs:
         sizes = msgspec.structs.replace(sizes, jobs=arguments.jobs, enqueued=min(sizes.enqueued, arguments.jobs))
+    folder = arguments.results or (ASIDE if arguments.quick or arguments.only else RESULTS)
     missing = installed(systems)
-    with Server("valkey") as server:
+    with Server(arguments.server) as server:
         run = report.Run(about(server, rounds, arguments.seed), [])
-        order = random.Random(arguments.seed)
+        order, stolen = random.Random(arguments.seed), Stolen()
         for turn in range(rounds):
             run.rounds.append({})
             for system in order.sample(systems, len(systems)):
@@ -49,7 +52,10 @@ def main() -> None:
                 run.rounds[-1][system.name] = measured
                 said = measured.failure or f"{measured.figures.get('drain_rate', 0):,.0f} jobs/s"
                 print(f"  round {turn + 1}, {system.name}: {said} ({time.monotonic() - began:.0f} s)", file=sys.stderr)
-    write(run, systems, arguments.results)
+            run.about["stolen by the host"] = stolen.share()
+            write(run, systems, folder)
+    print((folder / "peers.md").read_text())
+    print(f"written: {folder / 'peers.md'}, peers.json and {len(report.PLOTS)} plots", file=sys.stderr)
 
 
 def parsed() -> argparse.Namespace:
@@ -59,7 +65,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, metavar="N", help="at most so many jobs in a backlog")
     parser.add_argument("--seed", type=int, default=SEED, help="of the order of the systems")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--server", choices=["valkey", "redis"], default="valkey", help="the system's own, if redis")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="default: benchmarks/results/, or .bench/results/ for a part"
+    )
     return parser.parse_args()
 
 
@@ -108,15 +117,32 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+class Stolen:
+    """How much of the time in which this machine had work its host gave to others: what to blame for a wide spread."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def share(self) -> str:
+        spent = [after - before for after, before in zip(self._read(), self._before, strict=True)]
+        busy = sum(spent) - sum(spent[3:5])  # without what was idle
+        return f"{100 * spent[7] / busy:.1f} % of the time it was busy" if busy else "unknown"
+
+    @staticmethod
+    def _read() -> list[int]:
+        """user, nice, system, idle, iowait, irq, softirq, steal."""
+        try:
+            return [int(field) for field in Path("/proc/stat").read_text().split()[1:9]]
+        except OSError:
+            return [0] * 8
+
+
 def write(run: report.Run, systems: Sequence[System], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "peers.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
-    text = report.markdown(run, systems)
-    (folder / "peers.md").write_text(text)
+    (folder / "peers.md").write_text(report.markdown(run, systems))
     for name, (metric, title) in report.PLOTS.items():
         (folder / f"{name}.svg").write_text(report.svg(run, systems, metric, title))
-    print(text)
-    print(f"written: {folder / 'peers.md'}, peers.json and {len(report.PLOTS)} plots", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One system, once through: a client fills the queue, a worker empties it, stays idle, and answers.
 
-Every figure is under a name of `report.METRICS`. What the system cannot do is left out; what fails ends the round for it
+Every figure has a name that `report.py` knows. What the system cannot do is left out; what fails ends the round for it
 and is told. Every step has a time limit, and every process that was started is killed at the end.
 """
 
@@ -17,14 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.peers.common import MARK
+from benchmarks.peers.common import AT_ONCE, MARK
 from benchmarks.peers.systems import System
 from tests.servers import LAUNCH, Server
 
@@ -34,7 +35,7 @@ STALL_S = 20.0
 """A worker that begins no job for so long is stuck."""
 SETTLE_S = 0.5
 """After the last job has begun: until what is sent in batches is sent."""
-WARM, WARM_BULK = 20, 200
+WARM = 20
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -59,14 +60,18 @@ class Measured(msgspec.Struct):
     figures: dict[str, float] = {}
     versions: dict[str, str] = {}
     how: dict[str, Any] = {}
+    commands: dict[str, dict[str, float]] = {}
+    """Which, and how many for each job, by step; while idle, in each second."""
     failure: str = ""
 
 
-def measure(system: System, server: Server, sizes: Sizes) -> Measured:
+def measure(system: System, server: Server | None, sizes: Sizes) -> Measured:
+    """The server is emptied before. What is on SQLite needs none."""
     measured = Measured()
+    if server is not None:
+        server.command("FLUSHALL", "SYNC")
     with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as folder:
         try:
-            server.command("FLUSHALL", "SYNC")
             _Round(system, server, sizes, Path(folder), measured).run()
         except (Failed, OSError, KeyError, ValueError) as error:
             measured.failure = f"{type(error).__name__}: {error}" if not isinstance(error, Failed) else str(error)
@@ -74,9 +79,9 @@ def measure(system: System, server: Server, sizes: Sizes) -> Measured:
 
 
 class _Round:
-    def __init__(self, system: System, server: Server, sizes: Sizes, folder: Path, measured: Measured) -> None:
+    def __init__(self, system: System, server: Server | None, sizes: Sizes, folder: Path, measured: Measured) -> None:
         self.system = system
-        self.server = server
+        self.server = server if system.on == "valkey" else None
         self.sizes = sizes
         self.folder = folder
         self.figures = measured.figures
@@ -107,7 +112,7 @@ class _Round:
         self.keep("enqueue", count, answer, before)
 
     def bulk(self, client: Process) -> None:
-        self.ask(client, "bulk", WARM_BULK)  # opens its connections, which take room as well
+        self.ask(client, "bulk", AT_ONCE)  # opens its connections, which take room as well
         size, before = self.stored(), self.look()
         answer = self.ask(client, "bulk", self.jobs)
         self.keep("bulk", self.jobs, answer, before)
@@ -122,10 +127,10 @@ class _Round:
         time.sleep(SETTLE_S)
         self.marks.read()
         after, left = self.look(), total - begun
-        times = sorted(at for _, at in self.marks.seen)
-        self.figures["drain_rate"] = (total - 1) / (times[-1] - times[0]) * 1e9
-        if again := len(times) - total:
-            self.figures["drain_again"] = again
+        times = self.marks.begun.values()
+        self.figures["drain_rate"] = (total - 1) / (max(times) - min(times)) * 1e9
+        if self.marks.again:
+            self.figures["drain_again"] = self.marks.again
         if left > total // 2:
             self.figures["drain_worker_us"] = 1e6 * (worker.cpu_s() - cpu) / left
             self.keep_server("drain", left, before, after)
@@ -135,15 +140,18 @@ class _Round:
         time.sleep(self.sizes.idle_s)
         seconds = time.monotonic() - began
         self.figures["idle_cpu"] = 100 * (worker.cpu_s() - cpu) / seconds
-        if self.system.on == "valkey":
-            self.figures["idle_commands"] = (self.look().commands - before.commands) / seconds
+        if self.server is not None:
+            calls = self.look().calls - before.calls
+            self.figures["idle_commands"] = calls.total() / seconds
+            self.measured.commands["idle"] = per(calls, seconds)
 
     def call(self, client: Process) -> None:
         self.ask(client, "call", 3)
         times = sorted(self.ask(client, "call", min(self.system.calls, self.sizes.calls))["times"])
         self.figures["call_p50"] = 1e3 * statistics.median(times)
         self.figures["call_p99"] = 1e3 * times[(len(times) - 1) * 99 // 100]
-        count = max(100, min(self.jobs // 2, self.sizes.waited))
+        self.ask(client, "calls", AT_ONCE)  # opens its connections
+        count = max(AT_ONCE, min(self.jobs // 2, self.sizes.waited))
         self.figures["calls_rate"] = count / self.ask(client, "calls", count)["seconds"]
 
     def pickup(self, client: Process) -> None:
@@ -152,13 +160,13 @@ class _Round:
         deadline = time.monotonic() + STALL_S
         while True:
             self.marks.read()
-            begun = {n: at for n, at in self.marks.seen if n >= first}
-            if len(begun) == len(asked):
+            begun = [self.marks.begun.get(n) for n in range(first, self.next)]
+            waits = sorted((at - asked_at) / 1e6 for at, asked_at in zip(begun, asked, strict=True) if at is not None)
+            if len(waits) == len(asked):
                 break
             if time.monotonic() > deadline:
-                raise Failed(f"pickup: {len(asked) - len(begun)} of {len(asked)} jobs were not picked up")
+                raise Failed(f"pickup: {len(asked) - len(waits)} of {len(asked)} jobs were not picked up")
             time.sleep(0.01)
-        waits = sorted((begun[first + place] - at) / 1e6 for place, at in enumerate(asked))
         self.figures["pickup_p50"] = statistics.median(waits)
         self.figures["pickup_p99"] = waits[(len(waits) - 1) * 99 // 100]
 
@@ -174,9 +182,11 @@ class _Round:
         self.keep_server(step, count, before, self.look())
 
     def keep_server(self, step: str, count: int, before: Look, after: Look) -> None:
-        if self.system.on == "valkey":
+        if self.server is not None:
             self.figures[f"{step}_server_us"] = 1e6 * (after.cpu_s - before.cpu_s) / count
-            self.figures[f"{step}_commands"] = (after.commands - before.commands) / count
+            calls = after.calls - before.calls
+            self.figures[f"{step}_commands"] = calls.total() / count
+            self.measured.commands[step] = per(calls, count)
 
     def wait_for_marks(self, worker: Process, count: int, pause_s: float) -> int:
         """Until so many jobs have begun; how many have."""
@@ -193,16 +203,19 @@ class _Round:
         return seen
 
     def look(self) -> Look:
+        if self.server is None:
+            return Look()
         cpu, commands = self.server.info("cpu"), self.server.info("commandstats")
-        counted = (entry for name, entry in commands.items() if name != "cmdstat_info")
-        return Look(
-            float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
-            sum(int(entry.partition("calls=")[2].partition(",")[0]) for entry in counted),
-        )
+        calls = {
+            name.removeprefix("cmdstat_"): int(entry.partition("calls=")[2].partition(",")[0])
+            for name, entry in commands.items()
+            if name != "cmdstat_info"  # which is ours
+        }
+        return Look(float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]), Counter(calls))
 
     def stored(self) -> int:
         """Bytes that jobs take, without what clients take."""
-        if self.system.on == "valkey":
+        if self.server is not None:
             clients = self.server.command("CLIENT", "LIST")
             assert isinstance(clients, bytes)
             of_clients = sum(int(found) for found in re.findall(rb"tot-mem=(\d+)", clients))
@@ -212,12 +225,12 @@ class _Round:
         return sum(file.stat().st_size for file in self.folder.glob("jobs.db*") if not file.name.endswith("-shm"))
 
     @contextmanager
-    def started(self, role: str) -> Iterator[Process]:
+    def started(self, role: str) -> Generator[Process]:
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "HOME": os.environ.get("HOME", ""),
             "PYTHONPATH": self.system.python_path,
-            "BENCH_URL": self.server.url,
+            "BENCH_URL": "" if self.server is None else self.server.url,
             "BENCH_FOLDER": str(self.folder),
             "BENCH_VARIANT": self.system.variant,
         }
@@ -229,11 +242,17 @@ class _Round:
             process.kill()
 
 
+def per(calls: Counter[str], count: float) -> dict[str, float]:
+    """The most frequent first."""
+    return {name: round(times / count, 3) for name, times in calls.most_common()}
+
+
 class Look(msgspec.Struct, frozen=True):
     """What the server has done so far."""
 
-    cpu_s: float
-    commands: int
+    cpu_s: float = 0.0
+    calls: Counter[str] = Counter()
+    """By command; those inside of scripts as well."""
 
 
 class Process:
@@ -279,7 +298,7 @@ class Process:
         return answer
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def frozen(self) -> Generator[None]:
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield
@@ -336,14 +355,17 @@ class Marks:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self.seen: list[tuple[int, int]] = []
+        self.begun: dict[int, int] = {}
+        """When, in nanoseconds, by the job's number."""
+        self.again = 0
+        """How often a job has begun that had done so before."""
 
     def read(self) -> int:
-        """How many there are by now."""
+        """How many have begun by now."""
         for path in self._folder.glob("marks-*"):
             with path.open("rb") as file:
                 self._read_from(path, file)
-        return len(self.seen)
+        return len(self.begun)
 
     def _read_from(self, path: Path, file: Any) -> None:
         place = self._read.get(path, 0)
@@ -355,7 +377,8 @@ class Marks:
             for n, at in MARK.iter_unpack(whole):
                 if at == 0:  # Nobody has been here yet, or a thread is about to be.
                     break
-                self.seen.append((n, at))
+                self.again += n in self.begun
+                self.begun.setdefault(n, at)
                 new += MARK.size
             place += new
             self._read[path] = place

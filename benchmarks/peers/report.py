@@ -125,13 +125,14 @@ def reference(system: System) -> str:
     return HOLDFAST_SQLITE if system.on == "sqlite" else HOLDFAST
 
 
-def ratio(run: Run, system: System, metric: Metric) -> float | None:
-    """How many times better Holdfast is; None if no round has both."""
+def ratio(run: Run, system: System, metric: Metric, of: str | None = None) -> float | None:
+    """How many times better Holdfast is, or that form of it; None if no round has both."""
+    ours_is = of or reference(system)
     ratios: list[float] = []
     for turn in run.rounds:
-        if system.name in turn and reference(system) in turn:
+        if system.name in turn and ours_is in turn:
             theirs = figures(turn[system.name]).get(metric.name)
-            ours = figures(turn[reference(system)]).get(metric.name)
+            ours = figures(turn[ours_is]).get(metric.name)
             if theirs and ours:
                 ratios.append(ours / theirs if metric.better == "more" else theirs / ours)
     return statistics.median(ratios) if ratios else None
@@ -175,9 +176,12 @@ def markdown(run: Run, systems: Sequence[System]) -> str:
         parts += [f"## {table.title}\n", *([table.foreword + "\n"] if table.foreword else [])]
         rows = [[system.name, *(_cell(spread(run, system.name, m.name)) for m in table.metrics)] for system in systems]
         parts.append(_table(["", *(metric.title for metric in table.metrics)], rows))
+    parts += ["Which commands, for each job of a drain, and in each second of an idle worker:\n"]
+    parts.append(_table(["", "drain", "idle"], _commands(run, systems)))
     parts += ["## How many times better Holdfast is\n", "Below 1, the other one is better.\n"]
     rows = [[system.name, *(_times(ratio(run, system, metric)) for metric in RATIOS)] for system in systems]
     parts.append(_table(["", *(metric.title for metric in RATIOS)], rows))
+    parts += ["## Targets\n", _table(["", "target", "measured", ""], targets(run, systems))]
     parts += ["## The systems\n", _table(["", "versions", "jobs", "bulk", "setting"], _described(run, systems))]
     parts += ["## What failed\n", _failed(run, systems)]
     return "\n".join(parts)
@@ -187,14 +191,103 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{number(value)} ×"
 
 
+class Target(msgspec.Struct, frozen=True):
+    """What a figure of ours shall be: at most or at least a number, or so many times another's."""
+
+    what: str
+    ours: str
+    metric: Metric
+    bound: float
+    rival: str = ""
+    """A system; or several: "best", "best Python". None if the bound is a figure by itself."""
+
+
+PROCESSES = "holdfast, processes"
+TARGETS = (
+    Target("drain, inline, against SAQ", HOLDFAST, DRAIN, 10, "saq"),
+    Target("drain, inline, against BullMQ on Node", HOLDFAST, DRAIN, 2, "bullmq"),
+    Target("drain, processes, against Celery prefork", PROCESSES, DRAIN, 10, "celery, prefork"),
+    Target("drain, processes, against the best Python peer", PROCESSES, DRAIN, 3, "best Python"),
+    Target("worker CPU per job, inline, µs", HOLDFAST, WORKER_CPU, 30),
+    Target("worker CPU per job, processes, µs", PROCESSES, WORKER_CPU, 80),
+    Target("server CPU per job, bulk + drain, µs", HOLDFAST, SERVER_CPU, 22),
+    Target("enqueue in bulk or 100 at once", HOLDFAST, BULK, 1.3, "best"),
+    Target("enqueue, one at a time", HOLDFAST, ENQUEUE, 1, "best"),
+    Target("call p50", HOLDFAST, CALL, 1, "best"),
+    Target("call p99", HOLDFAST, CALL_P99, 1, "best"),
+    Target("round trips with 100 waiters", HOLDFAST, CALLS, 2, "best"),
+    Target("pickup p50", HOLDFAST, PICKUP, 1, "best"),
+    Target("idle commands/s", HOLDFAST, IDLE, 3),
+    Target("bytes per queued job", HOLDFAST, BYTES, 340),
+    Target("SQLite: drain, against Huey", HOLDFAST_SQLITE, DRAIN, 5, "huey, SQLite"),
+    Target("SQLite: bulk, against litequeue", HOLDFAST_SQLITE, BULK, 0.9, "litequeue"),
+    Target("SQLite: call p50 across processes, ms", HOLDFAST_SQLITE, CALL, 5),
+)
+
+
+def targets(run: Run, systems: Sequence[System]) -> list[list[str]]:
+    """A row for each target; one that cannot be judged is told as such."""
+    return [_judged(run, systems, target) for target in TARGETS]
+
+
+def _judged(run: Run, systems: Sequence[System], target: Target) -> list[str]:
+    sign = "≥" if target.metric.better == "more" or target.rival else "≤"
+    ours = spread(run, target.ours, target.metric.name)
+    if not target.rival:
+        wanted = f"{sign} {number(target.bound)}"
+        if ours is None:
+            return [target.what, wanted, "-", "not measured"]
+        return [target.what, wanted, number(ours.median), "met" if ours.median <= target.bound else "**missed**"]
+    rival = _rival(run, systems, target)
+    wanted = f"{sign} {number(target.bound)} × {target.rival if rival is None else rival.name}"
+    times = None if rival is None else ratio(run, rival, target.metric, target.ours)
+    if times is None:
+        return [target.what, wanted, "-", "not measured"]
+    return [target.what, wanted, f"{number(times)} ×", "met" if times >= target.bound else "**missed**"]
+
+
+def _rival(run: Run, systems: Sequence[System], target: Target) -> System | None:
+    """The system itself, or the best of those on a server that are not ours."""
+    if not target.rival.startswith("best"):
+        return next((system for system in systems if system.name == target.rival), None)
+    peers = [system for system in systems if system.packages and system.on == "valkey"]
+    if target.rival == "best Python":
+        peers = [system for system in peers if system.adapter.endswith(".py")]
+    known = [
+        (found.median, place)
+        for place, peer in enumerate(peers)
+        if (found := spread(run, peer.name, target.metric.name))
+    ]
+    if not known:
+        return None
+    return peers[(max if target.metric.better == "more" else min)(known)[1]]
+
+
 def _described(run: Run, systems: Sequence[System]) -> list[list[str]]:
-    rows = []
+    rows: list[list[str]] = []
     for system in systems:
         seen = [turn[system.name] for turn in run.rounds if system.name in turn and turn[system.name].versions]
         versions = ", ".join(f"{name} {version}" for name, version in seen[-1].versions.items()) if seen else "-"
         how = seen[-1].how if seen else {}
         rows.append([system.name, versions, f"{how.get('jobs', 0):,}", str(how.get("bulk", "-")), system.note])
     return rows
+
+
+def _commands(run: Run, systems: Sequence[System]) -> list[list[str]]:
+    """Of the last round that got so far."""
+    rows: list[list[str]] = []
+    for system in systems:
+        seen = [turn[system.name].commands for turn in run.rounds if system.name in turn]
+        if system.on == "valkey":
+            latest: dict[str, dict[str, float]] = {step: calls for commands in seen for step, calls in commands.items()}
+            rows.append([system.name, *(_calls(latest.get(step)) for step in ("drain", "idle"))])
+    return rows
+
+
+def _calls(calls: dict[str, float] | None) -> str:
+    if calls is None:
+        return "-"
+    return " ".join(f"{name} {number(times)}" for name, times in calls.items() if times >= 0.01) or "none"
 
 
 def _failed(run: Run, systems: Sequence[System]) -> str:
