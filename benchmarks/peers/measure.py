@@ -279,8 +279,11 @@ class Process:
 
     def say(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise Failed(f"{request['do']}: the client had ended: {self.last_words()}") from None
 
     def answer(self, step: str = "start") -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -161,7 +161,8 @@ def _cell(found: Spread | None) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
 
 
 def markdown(run: Run, systems: Sequence[System]) -> str:

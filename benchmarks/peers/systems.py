@@ -131,6 +131,20 @@ SYSTEMS = (
         4_000,
         note="one job at a time; has no results",
     ),
+    System(
+        "docket",
+        "with_docket.py",
+        ("pydocket>=0.20,<1", "hiredis"),
+        1_500,
+        note="100 at a time; looks for jobs again after 5 ms when it is full (default 250 ms)",
+    ),
+    System(
+        "bullmq for Python",
+        "with_bullmq_python.py",
+        ("bullmq>=3,<4", "hiredis"),
+        4_000,
+        note="concurrency 100; waits for a job by its events, in a few lines of this benchmark",
+    ),
     System("bullmq", "with_bullmq.mjs", ("bullmq@6", "ioredis@6", _NODE), 25_000, note="Node; concurrency 100"),
     System(
         "platformatic",

@@ -85,6 +85,11 @@ def test_the_report_names_every_system_what_failed_and_what_is_missing() -> None
     assert "| enqueue, one at a time | ≥ 1 × best | - | not measured |" in text
 
 
+def test_the_commands_of_a_system_do_not_break_its_row() -> None:
+    run = report.Run({}, [{"saq": Measured(commands={"drain": {"get": 2.0, "client|setinfo": 0.5}, "idle": {}})}])
+    assert "| saq | get 2 client\\|setinfo 0.5 | none |" in report.markdown(run, [SAQ])
+
+
 def test_a_missed_target_stays_in_the_table() -> None:
     run = report.Run(
         {}, [{HOLDFAST: measured(call_p50=3), "saq": measured(call_p50=2), "huey": measured(call_p50=1.5)}]
@@ -187,7 +192,7 @@ import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 sys.stdout.write('{"child": %d}\\n' % child.pid)
 sys.stdout.flush()
-print("SomeError: so it is", file=sys.stderr)
+print("SomeError: so it is", "so much for that", sep="\\n", file=sys.stderr)
 time.sleep(60)
 """
 
