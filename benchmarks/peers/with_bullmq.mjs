@@ -1,11 +1,10 @@
-// BullMQ on Node. Finished jobs are kept for their waiters, but no more than a few thousand of them.
+// BullMQ on Node.
 
 import { Queue, QueueEvents, Worker } from 'bullmq'
 import IORedis from 'ioredis'
 import { AT_ONCE, URL_, job, mark, role, serve } from './common.mjs'
 
 const connection = () => new IORedis(URL_, { maxRetriesPerRequest: null })
-const options = { removeOnComplete: 5000 }
 const WAIT_MS = 30_000
 const LISTENING_MS = 500
 
@@ -20,7 +19,7 @@ async function listening() {
 if (role === 'worker') {
   new Worker('bench', async ({ data }) => mark(data.n), { connection: connection(), concurrency: AT_ONCE })
 } else {
-  const queue = new Queue('bench', { connection: connection(), defaultJobOptions: options })
+  const queue = new Queue('bench', { connection: connection() })
   await queue.waitUntilReady()
   let events
   const client = {

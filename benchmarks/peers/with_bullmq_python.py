@@ -1,5 +1,5 @@
-"""BullMQ for Python: asyncio, the scripts of BullMQ on Node. It has events, but no verb that waits for one job, so here is
-the plainest one."""
+"""BullMQ for Python: asyncio, the scripts of BullMQ on Node. It has events, but no verb that waits for one job, so here
+is the plainest one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from bullmq import Queue, QueueEvents, Worker
 from common import AT_ONCE, URL, Numbers, job, mark, role, serve
 
 LISTENING_S = 0.5
-KEPT = {"removeOnComplete": 5_000}
 
 
 async def nothing(received: Any, token: str) -> None:
@@ -24,7 +23,7 @@ async def work() -> None:
 
 class Client:
     async def open(self) -> None:
-        self.queue = Queue("bench", {"connection": URL, "defaultJobOptions": KEPT})
+        self.queue = Queue("bench", {"connection": URL})
         self.waiting: dict[str, asyncio.Future[None]] = {}
         self.events: QueueEvents | None = None
 
