@@ -34,6 +34,8 @@ SEED = 20
 
 def main() -> None:
     arguments = parsed()
+    if sys.platform != "linux":
+        raise SystemExit("CPU time of process trees is read from /proc: this needs Linux")
     systems = chosen(arguments.only)
     rounds = 1 if arguments.quick else arguments.rounds
     sizes = QUICK if arguments.quick else Sizes()

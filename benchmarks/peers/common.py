@@ -86,8 +86,15 @@ def _forget_marks() -> None:
 os.register_at_fork(after_in_child=_forget_marks)
 
 
-def versions(*packages: str) -> dict[str, str]:
-    return {"python": ".".join(map(str, sys.version_info[:3]))} | {name: metadata.version(name) for name in packages}
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of Python, and of those packages that are there: some are used only if they are."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def cpu_s() -> float:
@@ -115,15 +122,15 @@ async def at_once(step: Callable[[int], Awaitable[object]], numbers: Numbers) ->
     await asyncio.gather(*(one_of_many() for _ in range(AT_ONCE)))
 
 
-def serve(client: Any, **packages: str) -> None:
-    """Answer requests with the client's verbs until stdin ends.
+def serve(client: Any, *packages: str) -> None:
+    """Answer requests with the client's verbs until stdin ends; and first of all, which packages these are.
 
     A client has `enqueue(n)`, and may have `bulk(numbers)`, a thousand at a time, and `call(n)`, all three async; or,
     if it is a blocking one, `enqueue(n)`, `bulk(numbers)`, and `result(handle)` for what `enqueue` returned.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints is no answer
-    asyncio.run(_serve(client, answers, versions(*packages.values())))
+    asyncio.run(_serve(client, answers, versions(packages)))
 
 
 async def _serve(client: Any, answers: Any, known: dict[str, str]) -> None:

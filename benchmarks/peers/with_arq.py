@@ -34,4 +34,4 @@ if __name__ == "__main__":
         settings = RedisSettings.from_dsn(URL)
         Worker([nothing], redis_settings=settings, max_jobs=AT_ONCE, poll_delay=DELAY_S).run()
     else:
-        serve(Client(), arq="arq", redis="redis", hiredis="hiredis")
+        serve(Client(), "arq", "redis", "hiredis")

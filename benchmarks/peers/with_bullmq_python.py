@@ -39,9 +39,9 @@ class Client:
             self.events.on("completed", self.completed)
             await asyncio.sleep(LISTENING_S)
         id = f"job-{n}"
-        self.waiting[id] = asyncio.get_running_loop().create_future()
+        waiter = self.waiting[id] = asyncio.get_running_loop().create_future()
         await self.queue.add("nothing", job(n), {"jobId": id})
-        await asyncio.wait_for(self.waiting[id], 60)
+        await asyncio.wait_for(waiter, 60)
 
     def completed(self, event: dict[str, Any], *_: object) -> None:
         if waiter := self.waiting.pop(event["jobId"], None):
@@ -52,4 +52,4 @@ if __name__ == "__main__":
     if role() == "worker":
         asyncio.run(work())
     else:
-        serve(Client(), bullmq="bullmq", redis="redis", hiredis="hiredis")
+        serve(Client(), "bullmq", "redis", "hiredis")

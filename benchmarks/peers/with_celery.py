@@ -29,4 +29,4 @@ if __name__ == "__main__":
         pool = ["--pool", "threads", "--concurrency", "8"] if VARIANT == "threads" else ["--concurrency", "2"]
         app.worker_main(["worker", "--loglevel", "WARNING", *pool])
     else:
-        serve(Client(), celery="celery", kombu="kombu", redis="redis", hiredis="hiredis")
+        serve(Client(), "celery", "kombu", "redis", "hiredis")

@@ -45,4 +45,4 @@ if __name__ == "__main__":
     if role() == "worker":
         asyncio.run(work())
     else:
-        serve(Client(), docket="pydocket", redis="redis", hiredis="hiredis")
+        serve(Client(), "pydocket", "redis", "hiredis")

@@ -37,4 +37,4 @@ if __name__ == "__main__":
         dramatiq.Worker(broker, worker_threads=THREADS).start()
         while True:
             time.sleep(1)
-    serve(Client(), dramatiq="dramatiq", redis="redis", hiredis="hiredis")
+    serve(Client(), "dramatiq", "redis", "hiredis")

@@ -38,4 +38,4 @@ if __name__ == "__main__":
         how = ["--processes", str(PROCESSES)] if VARIANT == "processes" else ["--inline"]
         command = [sys.executable, "-m", "holdfast", "worker", "with_holdfast:app", "--log-level", "warning", *how]
         os.execv(sys.executable, command)
-    serve(Client(), holdfast="holdfast", redis="redis", hiredis="hiredis")
+    serve(Client(), "holdfast", "msgspec", "redis", "hiredis", "uvloop")

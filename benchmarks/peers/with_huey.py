@@ -32,4 +32,4 @@ if __name__ == "__main__":
     if role() == "worker":
         huey.create_consumer(workers=THREADS, worker_type="thread", initial_delay=POLL_S, backoff=1.15).run()
     else:
-        serve(Client(), huey="huey", redis="redis", hiredis="hiredis")
+        serve(Client(), "huey", "redis", "hiredis")

@@ -38,4 +38,4 @@ if __name__ == "__main__":
     if role() == "worker":
         Client().work()
     else:
-        serve(Client(), litequeue="litequeue")
+        serve(Client(), "litequeue")

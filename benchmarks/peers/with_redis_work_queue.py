@@ -37,4 +37,4 @@ if __name__ == "__main__":
     if role() == "worker":
         Client().work()
     else:
-        serve(Client(), work_queue="redis-work-queue", redis="redis", hiredis="hiredis")
+        serve(Client(), "redis-work-queue", "redis", "hiredis")

@@ -33,4 +33,4 @@ if __name__ == "__main__":
         kind = SimpleWorker if VARIANT == "simple" else Worker
         kind(["bench"], connection=Redis.from_url(URL)).work(logging_level="WARNING")
     else:
-        serve(Client(), rq="rq", redis="redis", hiredis="hiredis")
+        serve(Client(), "rq", "redis", "hiredis")

@@ -33,4 +33,4 @@ if __name__ == "__main__":
     if role() == "worker":
         asyncio.run(work())
     else:
-        serve(Client(), saq="saq", redis="redis", hiredis="hiredis")
+        serve(Client(), "saq", "redis", "hiredis")

@@ -34,4 +34,4 @@ if __name__ == "__main__":
     if role() == "worker":
         worker.run_sync()
     else:
-        serve(Client(), streaq="streaq", coredis="coredis")
+        serve(Client(), "streaq", "coredis")

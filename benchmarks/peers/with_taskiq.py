@@ -34,4 +34,4 @@ if __name__ == "__main__":
         command = [sys.executable, "-m", "taskiq", "worker", "with_taskiq:broker", "--workers", "1"]
         command += ["--max-async-tasks", str(AT_ONCE), "--log-level", "WARNING"]
         os.execv(sys.executable, command)
-    serve(Client(), taskiq="taskiq", taskiq_redis="taskiq-redis", redis="redis", hiredis="hiredis", uvloop="uvloop")
+    serve(Client(), "taskiq", "taskiq-redis", "redis", "hiredis", "uvloop")
