@@ -122,7 +122,7 @@ SYSTEMS = (
         variant="tuned",
         note="looks for jobs every 10 ms; results polled for every 5 ms (default 0.5 s)",
     ),
-    System("rq", "with_rq.py", _RQ, 150, calls=60, note="one job at a time, a fork for each"),
+    System("rq", "with_rq.py", _RQ, 100, calls=60, note="one job at a time, a fork for each"),
     System("rq, simple", "with_rq.py", _RQ, 600, variant="simple", note="one job at a time, in the worker itself"),
     System(
         "redis-work-queue",
