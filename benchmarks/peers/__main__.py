@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.peers import report
+from benchmarks.peers import plots, report
+from benchmarks.peers.figures import Run
 from benchmarks.peers.measure import Measured, Sizes, measure
 from benchmarks.peers.systems import CACHE, HOLDFAST, HOLDFAST_SQLITE, ROOT, SYSTEMS, NotInstalled, System, install
 from tests.servers import Server
@@ -44,7 +45,7 @@ def main() -> None:
     folder = arguments.results or (ASIDE if arguments.quick or arguments.only else RESULTS)
     missing = installed(systems)
     with Server(arguments.server) as server:
-        run = report.Run(about(server, rounds, arguments.seed), [])
+        run = Run(about(server, rounds, arguments.seed), [])
         order, stolen = random.Random(arguments.seed), Stolen()
         for turn in range(rounds):
             run.rounds.append({})
@@ -57,7 +58,7 @@ def main() -> None:
             run.about["stolen by the host"] = stolen.share()
             write(run, systems, folder)
     print((folder / "peers.md").read_text())
-    print(f"written: {folder / 'peers.md'}, peers.json and {len(report.PLOTS)} plots", file=sys.stderr)
+    print(f"written: {folder / 'peers.md'}, peers.json and {len(plots.PLOTS)} plots", file=sys.stderr)
 
 
 def parsed() -> argparse.Namespace:
@@ -139,12 +140,12 @@ class Stolen:
             return [0] * 8
 
 
-def write(run: report.Run, systems: Sequence[System], folder: Path) -> None:
+def write(run: Run, systems: Sequence[System], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "peers.json").write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n")
     (folder / "peers.md").write_text(report.markdown(run, systems))
-    for name, (metric, title) in report.PLOTS.items():
-        (folder / f"{name}.svg").write_text(report.svg(run, systems, metric, title))
+    for name, (metric, title) in plots.PLOTS.items():
+        (folder / f"{name}.svg").write_text(plots.svg(run, systems, metric, title))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One system, once through: a client fills the queue, a worker empties it, stays idle, and answers.
 
-Every figure has a name that `report.py` knows. What the system cannot do is left out; what fails ends the round for it
+Every figure has a name that `figures.py` knows. What the system cannot do is left out; what fails ends the round for it
 and is told. Every step has a time limit, and every process that was started is killed at the end.
 """
 

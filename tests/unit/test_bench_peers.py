@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import common, report
+from benchmarks.peers import common, figures, plots, report, targets
 from benchmarks.peers.__main__ import chosen, write
 from benchmarks.peers.measure import Failed, Marks, Measured, Process, Sizes, measure
 from benchmarks.peers.systems import HERE, HOLDFAST, HOLDFAST_SQLITE, SYSTEMS, System
@@ -20,13 +20,13 @@ BY_NAME = {system.name: system for system in SYSTEMS}
 OURS, SAQ, LITEQUEUE = BY_NAME[HOLDFAST], BY_NAME["saq"], BY_NAME["litequeue"]
 
 
-def measured(**figures: float) -> Measured:
-    return Measured(figures=figures, versions={"it": "1.0"}, how={"bulk": "in bulk", "jobs": 10})
+def measured(**known: float) -> Measured:
+    return Measured(figures=known, versions={"it": "1.0"}, how={"bulk": "in bulk", "jobs": 10})
 
 
-def a_run() -> report.Run:
+def a_run() -> figures.Run:
     """Three rounds, of which the second was a slow minute for all."""
-    return report.Run(
+    return figures.Run(
         {"date": "today"},
         [
             {
@@ -44,20 +44,20 @@ def a_run() -> report.Run:
 
 def test_a_figure_is_the_median_of_the_rounds_that_have_it() -> None:
     run = a_run()
-    assert report.spread(run, HOLDFAST, "drain_rate") == report.Spread(2000, 200, 2400)
-    assert report.spread(run, "saq", "drain_rate") == report.Spread(105, 10, 200)
-    assert report.spread(run, "saq", "call_p50") is None
+    assert figures.spread(run, HOLDFAST, "drain_rate") == figures.Spread(2000, 200, 2400)
+    assert figures.spread(run, "saq", "drain_rate") == figures.Spread(105, 10, 200)
+    assert figures.spread(run, "saq", "call_p50") is None
 
 
 def test_a_ratio_is_of_the_same_round_and_above_one_when_we_are_better() -> None:
     run = a_run()
-    assert report.ratio(run, SAQ, report.DRAIN) == 15  # of 10 and 20
-    assert report.ratio(run, SAQ, report.WORKER_CPU) == pytest.approx((10 + 910 / 90) / 2)
-    assert report.ratio(run, LITEQUEUE, report.DRAIN) is None
+    assert figures.ratio(run, SAQ, figures.DRAIN) == 15  # of 10 and 20
+    assert figures.ratio(run, SAQ, figures.WORKER_CPU) == pytest.approx((10 + 910 / 90) / 2)
+    assert figures.ratio(run, LITEQUEUE, figures.DRAIN) is None
 
 
 def test_what_is_on_sqlite_is_compared_with_holdfast_on_sqlite() -> None:
-    run = report.Run(
+    run = figures.Run(
         {},
         [
             {
@@ -67,12 +67,12 @@ def test_what_is_on_sqlite_is_compared_with_holdfast_on_sqlite() -> None:
             }
         ],
     )
-    assert report.ratio(run, LITEQUEUE, report.DRAIN) == 2
+    assert figures.ratio(run, LITEQUEUE, figures.DRAIN) == 2
 
 
 def test_server_cpu_is_that_of_both_steps_or_not_known() -> None:
-    assert report.figures(measured(bulk_server_us=5, drain_server_us=7))["server_us"] == 12
-    assert "server_us" not in report.figures(measured(bulk_server_us=5))
+    assert figures.figures(measured(bulk_server_us=5, drain_server_us=7))["server_us"] == 12
+    assert "server_us" not in figures.figures(measured(bulk_server_us=5))
 
 
 def test_the_report_names_every_system_what_failed_and_what_is_missing() -> None:
@@ -86,45 +86,45 @@ def test_the_report_names_every_system_what_failed_and_what_is_missing() -> None
 
 
 def test_the_commands_of_a_system_do_not_break_its_row() -> None:
-    run = report.Run({}, [{"saq": Measured(commands={"drain": {"get": 2.0, "client|setinfo": 0.5}, "idle": {}})}])
+    run = figures.Run({}, [{"saq": Measured(commands={"drain": {"get": 2.0, "client|setinfo": 0.5}, "idle": {}})}])
     assert "| saq | get 2 client\\|setinfo 0.5 | none |" in report.markdown(run, [SAQ])
 
 
 def test_a_missed_target_stays_in_the_table() -> None:
-    run = report.Run(
+    run = figures.Run(
         {}, [{HOLDFAST: measured(call_p50=3), "saq": measured(call_p50=2), "huey": measured(call_p50=1.5)}]
     )
-    rows = {row[0]: row[1:] for row in report.targets(run, [OURS, SAQ, BY_NAME["huey"]])}
+    rows = {row[0]: row[1:] for row in targets.judged(run, [OURS, SAQ, BY_NAME["huey"]])}
     assert rows["call p50"] == ["≥ 1 × huey", "0.5 ×", "**missed**"]
 
 
 def test_jobs_that_ran_twice_are_told() -> None:
-    run = report.Run({}, [{"saq": measured(drain_rate=1, drain_again=3)}])
+    run = figures.Run({}, [{"saq": measured(drain_rate=1, drain_again=3)}])
     assert "- saq: up to 3 jobs ran more than once in a drain" in report.markdown(run, [SAQ])
 
 
-@pytest.mark.parametrize("figures", [{}, {"drain_rate": 0.0}, {"drain_rate": 5.0}])
-def test_a_plot_is_well_formed_with_few_figures_or_none(figures: dict[str, float]) -> None:
-    run = report.Run({}, [{"saq": Measured(figures=figures)}])
-    ET.fromstring(report.svg(run, [SAQ], report.DRAIN, "a < b"))
+@pytest.mark.parametrize("known", [{}, {"drain_rate": 0.0}, {"drain_rate": 5.0}])
+def test_a_plot_is_well_formed_with_few_figures_or_none(known: dict[str, float]) -> None:
+    run = figures.Run({}, [{"saq": Measured(figures=known)}])
+    ET.fromstring(plots.svg(run, [SAQ], figures.DRAIN, "a < b"))
 
 
 def test_a_plot_has_a_bar_for_each_system_the_best_first_and_within_its_frame() -> None:
-    run = report.Run(
+    run = figures.Run(
         {}, [{HOLDFAST: measured(drain_rate=50_000), "saq": measured(drain_rate=50), "huey": measured(drain_rate=900)}]
     )
-    image = ET.fromstring(report.svg(run, [SAQ, BY_NAME["huey"], OURS, LITEQUEUE], report.DRAIN, "drain"))
+    image = ET.fromstring(plots.svg(run, [SAQ, BY_NAME["huey"], OURS, LITEQUEUE], figures.DRAIN, "drain"))
     names = [text.text for text in image.findall(".//{*}text") if text.get("text-anchor") == "end"][1:]
     widths = [float(rect.get("width", 0)) for rect in image.findall(".//{*}rect")][1:]
     assert names == ["holdfast", "huey", "saq"]
     assert widths == sorted(widths, reverse=True)
-    assert 0 < widths[-1] < widths[0] <= report.WIDTH - report.LEFT
+    assert 0 < widths[-1] < widths[0] <= plots.WIDTH - plots.LEFT
 
 
 def test_everything_is_written(tmp_path: Path) -> None:
     write(a_run(), [OURS, SAQ], tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
-        "peers.json", "peers.md", *(f"{name}.svg" for name in report.PLOTS)
+        "peers.json", "peers.md", *(f"{name}.svg" for name in plots.PLOTS)
     }  # fmt: skip
 
 
