@@ -54,12 +54,12 @@ class Meter:
 
     def look(self) -> tuple[float, float, float, float, float]:
         cpu, stats, commands = (self._server.info(section) for section in ("cpu", "stats", "commandstats"))
-        calls = sum(_calls(commands.get(name, "")) for name in ("cmdstat_fcall", "cmdstat_evalsha"))
+        called = sum(calls(commands.get(name, "")) for name in ("cmdstat_fcall", "cmdstat_evalsha"))
         return (
             time.perf_counter(),
             time.process_time(),
             float(cpu["used_cpu_user"]) + float(cpu["used_cpu_sys"]),
-            calls,
+            called,
             float(stats["total_net_input_bytes"]) + float(stats["total_net_output_bytes"]),
         )
 
@@ -68,7 +68,7 @@ class Meter:
         return Cost(jobs / wall, 1e6 * client / jobs, 1e6 * server / jobs, calls / jobs, traffic / jobs)
 
 
-def _calls(line: str) -> float:
+def calls(line: str) -> float:
     return float(line.split("calls=")[1].split(",")[0]) if line else 0.0
 
 

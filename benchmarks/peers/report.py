@@ -1,0 +1,152 @@
+"""What a run says, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from benchmarks.peers.figures import (
+    BULK,
+    BYTES,
+    CALL,
+    CALL_P99,
+    CALLS,
+    DRAIN,
+    ENQUEUE,
+    IDLE,
+    PICKUP,
+    SERVER_CPU,
+    WORKER_CPU,
+    Metric,
+    Run,
+    Spread,
+    failures,
+    less,
+    number,
+    ratio,
+    spread,
+)
+from benchmarks.peers.plots import PLOTS
+from benchmarks.peers.systems import System
+from benchmarks.peers.targets import judged
+
+
+class Table(msgspec.Struct, frozen=True):
+    title: str
+    metrics: tuple[Metric, ...]
+    foreword: str = ""
+
+
+TABLES = (
+    Table(
+        "CPU per job, µs",
+        (
+            WORKER_CPU,
+            SERVER_CPU,
+            less("drain_server_us", "server, drain"),
+            less("bulk_server_us", "server, bulk"),
+            less("bulk_client_us", "client, bulk"),
+            less("enqueue_server_us", "server, one at a time"),
+            less("enqueue_client_us", "client, one at a time"),
+        ),
+        "Worker is the whole tree of the worker's processes. The steadier figures on a shared machine.",
+    ),
+    Table("Jobs per second", (DRAIN, BULK, ENQUEUE, CALLS)),
+    Table(
+        "Latency, ms",
+        (CALL, CALL_P99, PICKUP, less("pickup_p99", "pickup p99")),
+        "A call goes through an idle worker in another process and back; pickup is from the call of enqueue to the "
+        "handler's start.",
+    ),
+    Table(
+        "Commands and bytes",
+        (
+            BYTES,
+            less("drain_commands", "commands per job, drain"),
+            less("bulk_commands", "commands per job, bulk"),
+            less("enqueue_commands", "commands per job, one at a time"),
+            IDLE,
+            less("idle_cpu", "idle worker CPU, %"),
+        ),
+        "Commands are those that the server counts, those inside of scripts as well.",
+    ),
+)
+RATIOS = (WORKER_CPU, SERVER_CPU, DRAIN, BULK, ENQUEUE, CALLS, CALL, CALL_P99, PICKUP, BYTES)
+
+
+def _cell(found: Spread | None) -> str:
+    if found is None:
+        return "-"
+    if found.least == found.most:
+        return number(found.median)
+    return f"{number(found.median)} ({number(found.least)}..{number(found.most)})"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
+
+
+def markdown(run: Run, systems: Sequence[System]) -> str:
+    parts = [
+        "# Side by side\n",
+        "Written by `./dev bench peers`; how it is measured: [benchmarks](../README.md).\n",
+        _table(["", ""], [[name, what] for name, what in run.about.items()]),
+        "Medians of the rounds (least..most). `-`: the system cannot, or the round did not get so far.\n",
+        *(f"![{title}]({name}.svg)\n" for name, (_, title) in PLOTS.items()),
+    ]
+    for table in TABLES:
+        parts += [f"## {table.title}\n", *([table.foreword + "\n"] if table.foreword else [])]
+        rows = [[system.name, *(_cell(spread(run, system.name, m.name)) for m in table.metrics)] for system in systems]
+        parts.append(_table(["", *(metric.title for metric in table.metrics)], rows))
+    parts += ["Which commands, for each job of a drain, and in each second of an idle worker:\n"]
+    parts.append(_table(["", "drain", "idle"], _commands(run, systems)))
+    parts += ["## How many times better Holdfast is\n", "Below 1, the other one is better.\n"]
+    rows = [[system.name, *(_times(ratio(run, system, metric)) for metric in RATIOS)] for system in systems]
+    parts.append(_table(["", *(metric.title for metric in RATIOS)], rows))
+    parts += ["## Targets\n", _table(["", "target", "measured", ""], judged(run, systems))]
+    parts += ["## The systems\n", _table(["", "versions", "jobs", "bulk", "setting"], _described(run, systems))]
+    parts += ["## What failed\n", _failed(run, systems)]
+    return "\n".join(parts)
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{number(value)} ×"
+
+
+def _described(run: Run, systems: Sequence[System]) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for system in systems:
+        seen = [turn[system.name] for turn in run.rounds if system.name in turn and turn[system.name].versions]
+        versions = ", ".join(f"{name} {version}" for name, version in seen[-1].versions.items()) if seen else "-"
+        how = seen[-1].how if seen else {}
+        rows.append([system.name, versions, f"{how.get('jobs', 0):,}", str(how.get("bulk", "-")), system.note])
+    return rows
+
+
+def _commands(run: Run, systems: Sequence[System]) -> list[list[str]]:
+    """Of the last round that got so far."""
+    rows: list[list[str]] = []
+    for system in systems:
+        seen = [turn[system.name].commands for turn in run.rounds if system.name in turn]
+        if system.on == "valkey":
+            latest: dict[str, dict[str, float]] = {step: calls for commands in seen for step, calls in commands.items()}
+            rows.append([system.name, *(_calls(latest.get(step)) for step in ("drain", "idle"))])
+    return rows
+
+
+def _calls(calls: dict[str, float] | None) -> str:
+    if calls is None:
+        return "-"
+    return " ".join(f"{name} {number(times)}" for name, times in calls.items() if times >= 0.01) or "none"
+
+
+def _failed(run: Run, systems: Sequence[System]) -> str:
+    lines = [f"- {system.name}: {reason}" for system in systems for reason in failures(run, system.name)]
+    for system in systems:
+        again = spread(run, system.name, "drain_again")
+        if again is not None:
+            lines.append(f"- {system.name}: up to {again.most:.0f} jobs ran more than once in a drain")
+    return "\n".join(lines or ["Nothing."]) + "\n"
