@@ -106,9 +106,8 @@ def main() -> None:
     update: bool = parser.parse_args().update
     now = asyncio.run(rows())
     for name, row in now.items():
-        print(
-            f"  {name:28} {row.calls:7.4f} calls  {row.bytes:6.1f} bytes  CPU x {row.client:.2f}, server x {row.server:.2f}"
-        )
+        cpu = f"CPU x {row.client:.2f}, server x {row.server:.2f}"
+        print(f"  {name:28} {row.calls:7.4f} calls  {row.bytes:6.1f} bytes  {cpu}")
     if update:
         BASELINE.write_bytes(msgspec.json.format(msgspec.json.encode(now)) + b"\n")
         return
