@@ -253,8 +253,9 @@ class RedisStorage(CheckedStorage):
     async def _list(self, queue: str, opened: bool = False) -> None:
         """In a cluster the list is on another node: put a queue on it before it is made, and again if it was made anew,
         as it may have been dropped, and struck off, meanwhile."""
-        if self._servers.clustered and (opened or queue not in self._listed):
-            await self._calls.read(self._name(), "list", queue)
+        if opened or queue not in self._listed:
+            if self._servers.clustered:
+                await self._calls.read(self._name(), "list", queue)
             self._listed.add(queue)
 
     # Changing
