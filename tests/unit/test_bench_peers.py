@@ -190,9 +190,9 @@ def test_marks_that_are_half_written_are_left_for_later(tmp_path: Path) -> None:
 TREE = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("SomeError: so it is", "so much for that", sep="\\n", file=sys.stderr, flush=True)
 sys.stdout.write('{"child": %d}\\n' % child.pid)
 sys.stdout.flush()
-print("SomeError: so it is", "so much for that", sep="\\n", file=sys.stderr)
 time.sleep(60)
 """
 
