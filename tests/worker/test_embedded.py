@@ -124,7 +124,7 @@ async def test_nothing_is_left_of_a_worker_when_its_block_is_over(scene: Scene) 
 @pytest.mark.storages("sqlite")
 async def test_a_worker_that_is_cancelled_while_it_starts_leaves_nothing(scene: Scene) -> None:
     said = await told(scene, *AS_MODULE, "cancelled")
-    assert said.pop("more files") <= 3  # A database may have been opened on the way, with its two companions.
+    assert said.pop("more files") <= 3  # The open app's ear, and two files that SQLite keeps for later.
     assert said == {"0.0": "TimeoutError", "0.02": "TimeoutError", "0.1": "TimeoutError", "left": 0}
 
 
