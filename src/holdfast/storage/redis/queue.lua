@@ -124,10 +124,12 @@ local function pack_bytes(value)
 end
 
 local function encode_outcome(outcome)
+  if outcome.packed then return outcome.packed end
   local result_size, result = pack_bytes(outcome.result)
   local error_size, error = pack_bytes(outcome.error)
-  return pack('<BI8I8I8I8BI4I4', outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at,
+  outcome.packed = pack('<BI8I8I8I8BI4I4', outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at,
     outcome.dedup_at, #outcome.codec, result_size, error_size) .. outcome.codec .. result .. error
+  return outcome.packed
 end
 
 local function decode_outcome(packed)
@@ -717,30 +719,24 @@ local function records(queue, ids)
   return call('HMGET', queue .. ':jobs', unpack(ids)), call('HMGET', queue .. ':runs', unpack(ids))
 end
 
-local function enter(books, ids, raws, runs)
-  local entries = books.entries
-  for at = 1, #ids do
-    local id = ids[at]
-    if not entries[id] then entries[id] = raws[at] and entry_of(id, raws[at], runs[at]) or {id = id} end
-  end
+-- The entry of a record whose bytes were read, however they look.
+local function enter(books, id, raw, run)
+  local ok, entry = true, {id = id}
+  if raw then ok, entry = pcall(entry_of, id, raw, run) end
+  if not ok then entry = damaged_entry(books, id, run) end
+  books.entries[id] = entry
+  return entry
 end
 
 -- The records of these ids, each read once in a step.
 local function load(books, ids)
-  local wanted = {}
+  local entries, wanted = books.entries, {}
   for at = 1, #ids do
-    if not books.entries[ids[at]] then wanted[#wanted + 1] = ids[at] end
+    if not entries[ids[at]] then wanted[#wanted + 1] = ids[at] end
   end
-  if #wanted == 0 then return books.entries end
   local raws, runs = records(books.queue, wanted)
-  if not pcall(enter, books, wanted, raws, runs) then
-    for at, id in ipairs(wanted) do
-      if not pcall(enter, books, {id}, {raws[at]}, {runs[at]}) then
-        books.entries[id] = damaged_entry(books, id, runs[at])
-      end
-    end
-  end
-  return books.entries
+  for at = 1, #wanted do enter(books, wanted[at], raws[at], runs[at]) end
+  return entries
 end
 
 local function listened_to(books)
@@ -1064,7 +1060,7 @@ local function enqueue_all(books, ids, requests, replies, outcomes)
     if not met[id] and request.when == NOW and request.keep_ms == 0 and request.payload then
       replies[at] = pack('<BBI8', NEW, 0, start_plain(books, request))
     else
-      local entry = load(books, {id})[id]
+      local entry = books.entries[id] or enter(books, id)
       local after, placed, generation, state, kind = machine.enqueue(entry.job, request, books.time)
       put(books, entry, after, kind)
       replies[at] = pack('<BBI8', placed, state, generation)
@@ -1124,7 +1120,7 @@ local function due(books, limit)
     for at = 1, #ids do
       local id, member, entry = ids[at], members[at], nil
       if not is_plain(raws[at], runs[at], index, member) then
-        entry = load(books, {id})[id]
+        entry = books.entries[id] or enter(books, id, raws[at], runs[at])
         local stray = entry.damaged or entry.key ~= index or entry.member ~= member
         if stray or misplaced(entry.job, books.time) then
           wrong[#wrong + 1] = {entry = entry, index = stray and index, member = member}
@@ -1262,7 +1258,8 @@ function VERBS.settle()
       complete_plain(books, id, raws[at])
       replies[at] = '1'
     else
-      local entry, settlement = load(books, {id})[id], read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
+      local entry = books.entries[id] or enter(books, id, raws[at], runs[at])
+      local settlement = read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
       if machine.holds(entry.job, worker, settlement.fence) then
         local generation = entry.job.generation
         local after, kind, then_kind, outcome = machine.settle(entry.job, settlement, books.time)
