@@ -119,6 +119,8 @@ end
 
 -- Records
 
+local HEAD_BYTES, LONG_BYTES, LONG_FORM = 18, 60, '<I8I8I4I4I4I4I8I8I4I4I4'
+
 local function pack_bytes(value)
   return value and #value + 1 or 0, value or ''
 end
@@ -208,7 +210,7 @@ local function encode(job)
     local error_size, error = pack_bytes(job.error)
     local previous = job.previous and encode_outcome(job.previous) or ''
     flags = flags + LONG
-    middle = pack('<I8I8I4I4I4I4I8I8I4I4I4', job.arrival, job.wall_at, attempts, job.retries, job.stalls, job.timeouts,
+    middle = pack(LONG_FORM, job.arrival, job.wall_at, attempts, job.retries, job.stalls, job.timeouts,
       (job.keep_ms or -1) + 1, job.keep_until_at, error_size, #previous, #job.waiters) .. error .. previous .. job.waiters
   end
   if job.outcome then
@@ -223,7 +225,7 @@ end
 local function decode_long(job, raw, at)
   local keep_ms, error_size, previous_size, waiters_size
   job.arrival, job.wall_at, job.attempts, job.retries, job.stalls, job.timeouts, keep_ms, job.keep_until_at, error_size,
-    previous_size, waiters_size, at = unpack_from('<I8I8I4I4I4I4I8I8I4I4I4', raw, at)
+    previous_size, waiters_size, at = unpack_from(LONG_FORM, raw, at)
   if max(job.arrival, job.wall_at, job.keep_until_at, keep_ms) > NEVER then error('garbled') end
   if keep_ms > 0 then job.keep_ms = keep_ms - 1 end
   if error_size > 0 then
@@ -744,6 +746,12 @@ local function listened_to(books)
   return books.listened
 end
 
+local function pack_event(kind, id, generation, run_at, outcome)
+  local packed = outcome and encode_outcome(outcome) or ''
+  if #packed > MAX_INLINE_BYTES then packed = '' end
+  return pack('<BI8I8I4I4', kind, generation, run_at, #id, #packed) .. id .. packed
+end
+
 local function note(books, kind, id, generation, run_at, waiters, outcome)
   local ledger = books.ledger
   ledger[TOTALS + kind] = ledger[TOTALS + kind] + 1
@@ -751,11 +759,10 @@ local function note(books, kind, id, generation, run_at, waiters, outcome)
   if MAKES_READY[kind] then books.ready = true end
   if listened_to(books) then
     local events = list_of(books, 'events')
-    events[#events + 1] = {kind, id, generation, run_at}
+    events[#events + 1] = pack_event(kind, id, generation, run_at)
   end
   if waiters ~= '' and ENDS_A_WAIT[kind] then
-    local notices = list_of(books, 'notices')
-    notices[#notices + 1] = {waiters, {kind, id, generation, run_at, outcome}}
+    append(list_of(books, 'notices'), waiters, pack_event(kind, id, generation, run_at, outcome))
   end
 end
 
@@ -827,26 +834,14 @@ local function flush(queue, writes)
   for key, places in pairs(writes.zadd) do call('ZADD', queue .. key, unpack(places)) end
 end
 
-local function pack_event(event)
-  local outcome = event[5] and encode_outcome(event[5]) or ''
-  if #outcome > MAX_INLINE_BYTES then outcome = '' end
-  return pack('<BI8I8I4I4', event[1], event[3], event[4], #event[2], #outcome) .. event[2] .. outcome
-end
-
 -- Tell those who listen to the queue, and those who wait for one of its jobs: one message each for the whole step.
 local function publish(books)
-  if books.events then
-    local packed = {}
-    for at, event in ipairs(books.events) do packed[at] = pack_event(event) end
-    call('SPUBLISH', books.queue .. ':events', table.concat(packed))
-  end
-  if not books.notices then return end
-  local inboxes = {}
-  for _, notice in ipairs(books.notices) do
-    local waiters, packed = notice[1], pack_event(notice[2])
-    for at = 1, #waiters, WAITER_BYTES do
-      local inbox = list_of(inboxes, sub(waiters, at, at + WAITER_BYTES - 1))
-      inbox[#inbox + 1] = packed
+  if books.events then call('SPUBLISH', books.queue .. ':events', table.concat(books.events)) end
+  local notices, inboxes = books.notices or {}, {}
+  for at = 1, #notices, 2 do
+    local waiters, packed = notices[at], notices[at + 1]
+    for place = 1, #waiters, WAITER_BYTES do
+      append(list_of(inboxes, sub(waiters, place, place + WAITER_BYTES - 1)), packed)
     end
   end
   for client, packed in pairs(inboxes) do call('SPUBLISH', books.queue .. ':to:' .. client, table.concat(packed)) end
@@ -976,24 +971,31 @@ local function sweep_forgotten(books, limit)
   return #ids
 end
 
--- Short cuts. Most jobs are new, run once and leave nothing to remember. A PLAIN record says just that: no count, no error,
--- no outcome, nobody who waits. What the machine would do with it is then plain, too, and is done without taking it apart.
+-- Short cuts. Most jobs are new, run once, and are over. What the machine would do with them is plain, and is done without
+-- taking records apart. A PLAIN record has no count, no error, no outcome, and nobody who waits.
 
-local PLAIN = {}
-for flags = MARK, MARK + 31 do PLAIN[flags] = flags % 2 == 0 and flags % 16 < 8 end
+local PLAIN, LIVE = {}, {}
+for flags = MARK, MARK + 31 do
+  LIVE[flags] = flags % 16 < 8
+  PLAIN[flags] = flags % 2 == 0 and LIVE[flags]
+end
 
-local GONE = {}
+local GONE, NO_RETRIES = {}, '\0\0\0\0'
 
--- A new id, due at once, that nobody waits for.
+-- A new id, due at once.
 local function start_plain(books, request)
-  local ledger, writes, id, terms, flags = books.ledger, books.writes, request.id, request.terms, MARK + PAYLOAD
+  local ledger, writes, id, terms, flags, middle = books.ledger, books.writes, request.id, request.terms, MARK + PAYLOAD, ''
   local at, priority = stamp(ledger), request.priority
   if request.named then flags = flags + NAMED end
+  if request.keep_ms > 0 then
+    flags = flags + LONG
+    middle = pack(LONG_FORM, at, 0, 0, 0, 0, 0, 0, books.now + 1000 * request.keep_ms, 0, 0, #CLIENT) .. CLIENT
+  end
   if terms ~= '' then
     flags = flags + TERMS
-    terms = pack('<I2', #terms) .. terms
+    middle = middle .. pack('<I2', #terms) .. terms
   end
-  local record = pack('>BBI8I8', flags, priority, at, books.now) .. terms .. request.payload
+  local record = pack('>BBI8I8', flags, priority, at, books.now) .. middle .. request.payload
   append(list_of(writes, 'jobs'), id, record)
   append(list_of(writes.zadd, WAITING_INDEXES[priority]), books.now, sub(record, 3, 10) .. id)
   if band(ledger[PRIORITIES], PRIORITY_BITS[priority]) == 0 then
@@ -1003,10 +1005,13 @@ local function start_plain(books, request)
   return at
 end
 
--- A record as it stands among the waiting, without a lease: is it plain, and does its entry answer for it?
+-- A record as it stands among the waiting, without a lease: does its entry answer for it, and is nothing to be counted?
 local function is_plain(raw, run, index, member)
-  return raw and not run and PLAIN[byte(raw, 1)] and WAITING_INDEXES[byte(raw, 2)] == index
-    and sub(raw, 3, 10) == sub(member, 1, 8)
+  if not raw or run or not LIVE[byte(raw, 1)] or WAITING_INDEXES[byte(raw, 2)] ~= index then return false end
+  if PLAIN[byte(raw, 1)] then return sub(raw, 3, 10) == sub(member, 1, 8) end
+  if #raw < HEAD_BYTES + LONG_BYTES or sub(raw, 39, 42) ~= NO_RETRIES then return false end
+  local arrival, wall_at = unpack_from('<I8I8', raw, 19)
+  return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, 8)
 end
 
 local function claim_plain(books, id, raw, index, member, worker, lease_ms)
@@ -1020,12 +1025,13 @@ local function claim_plain(books, id, raw, index, member, worker, lease_ms)
   return fence
 end
 
--- The completion of a plain job that leaves nothing to remember, by the holder of its lease and without a `next`.
-local function completes_plain(raw, run, head, holder)
-  return raw and run and byte(head, 1) == COMPLETE and PLAIN[byte(raw, 1)] and band(byte(run, 1), NEXT) == 0
-    and sub(head, 10, 25) == NO_TTLS and sub(head, 2, 9) == sub(run, 2, 9) and sub(run, 22, 21 + #holder) == holder
+-- A completion by the holder of the lease, of a record that is live, without a `next`.
+local function completes(raw, run, head, holder)
+  return raw and run and byte(head, 1) == COMPLETE and LIVE[byte(raw, 1)] and band(byte(run, 1), NEXT) == 0
+    and sub(head, 2, 9) == sub(run, 2, 9) and sub(run, 22, 21 + #holder) == holder
 end
 
+-- Complete a plain job that leaves nothing to remember.
 local function complete_plain(books, id, raw)
   local writes = books.writes
   append(list_of(writes, 'gone'), id)
@@ -1034,6 +1040,42 @@ local function complete_plain(books, id, raw)
   books.entries[id] = GONE
   local generation = listened_to(books) and unpack_from('>I8', raw, 3) or 0
   note(books, KIND.COMPLETED, id, generation, 0, '')
+end
+
+-- Complete a job that leaves an outcome, and may be waited for. False, and nothing is done, if there is more to it.
+local function complete_remembered(books, id, raw, settlement)
+  if #raw < (byte(raw, 1) % 2 == LONG and HEAD_BYTES + LONG_BYTES or HEAD_BYTES) or byte(raw, 2) > 9 then return false end
+  local flags, priority, generation, run_at, at = unpack_from('>BBI8I8', raw)
+  local arrival, wall_at, attempts, retries, stalls, timeouts, keep_until_at, waiters = generation, 0, 0, 0, 0, 0, 0, ''
+  if flags % 2 == LONG then
+    local keep_ms, error_size, previous_size, waiters_size
+    arrival, wall_at, attempts, retries, stalls, timeouts, keep_ms, keep_until_at, error_size, previous_size, waiters_size, at =
+      unpack_from(LONG_FORM, raw, at)
+    if retries + keep_ms + error_size + previous_size > 0 then return false end
+    waiters = sub(raw, at, at + waiters_size - 1)
+    at = at + waiters_size
+  end
+  local terms = ''
+  if band(flags, TERMS) ~= 0 then
+    local size = at < #raw and unpack_from('<I2', raw, at) or #raw
+    terms = sub(raw, at, at + 1 + size)
+    at = at + 2 + size
+  end
+  if at > #raw + 1 or max(generation, run_at, arrival, wall_at, keep_until_at) > NEVER then return false end
+  local outcome = completed({generation = generation, keep_until_at = keep_until_at}, settlement, books.now)
+  if outcome.forget_at <= books.now then return false end
+  local writes, packed = books.writes, encode_outcome(outcome)
+  flags = MARK + LONG + FINISHED + band(flags, NAMED + TERMS)
+  append(list_of(writes, 'jobs'), id, pack('>BBI8I8', flags, priority, generation, run_at)
+    .. pack(LONG_FORM, arrival, wall_at, attempts + 1, 0, stalls, timeouts, 0, keep_until_at, 0, 0, #waiters) .. waiters
+    .. pack('<I4', #packed) .. packed .. terms)
+  append(list_of(writes, 'ended'), id)
+  append(list_of(writes.zrem, ':running'), id)
+  append(list_of(writes.zadd, ':completed'), outcome.forget_at, id)
+  books.ledger[FORGET_AT] = min(books.ledger[FORGET_AT], outcome.forget_at)
+  books.entries[id] = GONE
+  note(books, KIND.COMPLETED, id, generation, run_at, waiters, outcome)
+  return true
 end
 
 -- The verbs: engine.py. Arguments come after the verb, the client and its number.
@@ -1057,7 +1099,7 @@ local function enqueue_all(books, ids, requests, replies, outcomes)
   if #others > 0 then load(books, others) end
   for at = 1, #ids do
     local id, request = ids[at], requests(at)
-    if not met[id] and request.when == NOW and request.keep_ms == 0 and request.payload then
+    if not met[id] and request.when == NOW and request.payload then
       replies[at] = pack('<BBI8', NEW, 0, start_plain(books, request))
     else
       local entry = books.entries[id] or enter(books, id)
@@ -1254,12 +1296,14 @@ function VERBS.settle()
   local raws, runs = records(QUEUE, ids)
   for at = 1, #ids do
     local id, head = ids[at], ARGS[4 * at + 2]
-    if not books.entries[id] and completes_plain(raws[at], runs[at], head, holder) then
-      complete_plain(books, id, raws[at])
+    local quickly = not books.entries[id] and completes(raws[at], runs[at], head, holder)
+    local leaves_nothing = quickly and PLAIN[byte(raws[at], 1)] and sub(head, 10, 25) == NO_TTLS
+    if leaves_nothing then complete_plain(books, id, raws[at]) end
+    local settlement = not leaves_nothing and read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
+    if leaves_nothing or (quickly and complete_remembered(books, id, raws[at], settlement)) then
       replies[at] = '1'
     else
       local entry = books.entries[id] or enter(books, id, raws[at], runs[at])
-      local settlement = read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
       if machine.holds(entry.job, worker, settlement.fence) then
         local generation = entry.job.generation
         local after, kind, then_kind, outcome = machine.settle(entry.job, settlement, books.time)
