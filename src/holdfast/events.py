@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Protocol
 
 from holdfast.jobs import Outcome, Value
 
@@ -74,3 +75,19 @@ class Topic(Value, frozen=True):
         if self.only in ("ready", "wake"):
             return event.kind in MAKES_READY
         return self.only == "all" or event.kind in ENDS_A_WAIT
+
+
+class Events(Protocol):
+    """What a listener hears, one event after the other."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
+
+    async def within(self, seconds: float) -> Event | None:
+        """The next event; None if there is none for so long."""
+        ...
+
+    def tell(self, hear: Callable[[Event], None]) -> None:
+        """Call `hear` with each event as it comes, in place of waiting for them here."""
+        ...

@@ -176,11 +176,7 @@ class Queue:
                 left = None if deadline is None else deadline - asyncio.get_running_loop().time()
                 if lease is not None or (left is not None and left <= 0):
                     return lease
-                try:
-                    async with asyncio.timeout(min(look_s, look_s if left is None else left)):
-                        await anext(events)
-                except TimeoutError:
-                    pass  # Time to look, or the end of the wait.
+                await events.within(min(look_s, look_s if left is None else left))
 
     @asynccontextmanager
     async def leased(

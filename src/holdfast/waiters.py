@@ -6,13 +6,14 @@ A hint that is lost costs at most one `LOOK_EVERY_S`; the record is the truth.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Self
 
 from msgspec.structs import replace
 
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
-from holdfast.events import LOOK_EVERY_S, Event, Kind, Topic
+from holdfast.events import LOOK_EVERY_S, Event, Events, Topic
 from holdfast.jobs import Enqueued, Kept, Outcome, Placed, Request, State
 from holdfast.machine import Answer, answer
 from holdfast.options import MAX_WAIT_S
@@ -35,15 +36,13 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
     Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 looks once, None waits for ever.
     """
     check_wait(wait_s)
-    waiter = _Waiter(storage, queue, id, wait_s)
-    async with AsyncExitStack() as stack:
-        events = await waiter.listen(stack)
+    async with _Waiter(storage, queue, id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 await waiter.ask_to_keep()
         except TimeoutError:
             raise WaitTimeout(f"job {id!r} in {queue}: its storage did not answer within {wait_s:g} s") from None
-        return await waiter.wait(generation, events, look_first=True)
+        return await waiter.wait(generation, look_first=True)
 
 
 async def ask(
@@ -52,9 +51,7 @@ async def ask(
     """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no look
     at the record. `check` may raise at the reply. Raises as `wait` does."""
     check_wait(wait_s)
-    waiter = _Waiter(storage, queue, request.id, wait_s)
-    async with AsyncExitStack() as stack:
-        events = await waiter.listen(stack)
+    async with _Waiter(storage, queue, request.id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
@@ -66,7 +63,7 @@ async def ask(
         if reply.outcome is not None:
             return reply, reply.outcome
         new = reply.placed is Placed.NEW and wait_s != 0
-        return reply, await waiter.wait(reply.generation, events, look_first=not new)
+        return reply, await waiter.wait(reply.generation, look_first=not new)
 
 
 def check_wait(wait_s: float | None) -> None:
@@ -85,17 +82,26 @@ class _Waiter:
         self._asked_at = asyncio.get_running_loop().time()
         self._deadline = None if wait_s is None else self._asked_at + wait_s
         self._trouble: StorageUnavailable | None = None
+        self._listening: AbstractAsyncContextManager[Events] | None = None
+        self._events: Events | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
 
-    async def listen(self, stack: AsyncExitStack) -> AsyncIterator[Event]:
-        """Hints, if they can be had soon. If not, or if there is only one look, they are done without."""
+    async def __aenter__(self) -> Self:
+        """Hear hints, if they can be had soon. If not, or if there is only one look, they are done without."""
         if self._wait_s == 0:
-            return _silence()
+            return self
+        listening = self._storage.subscribe(Topic(self._queue, "ends", self._id))
         try:
             async with asyncio.timeout(LISTEN_S if self._wait_s is None else min(LISTEN_S, self._wait_s / 2)):
-                return await stack.enter_async_context(self._storage.subscribe(Topic(self._queue, "ends", self._id)))
+                self._events = await listening.__aenter__()
+            self._listening = listening
         except (StorageUnavailable, TimeoutError):
-            return _silence()
+            pass
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._listening is not None:
+            await self._listening.__aexit__(None, None, None)
 
     def in_time(self) -> asyncio.Timeout:
         """A limit for a step of the wait: the rest of it, or as long as one look may take."""
@@ -108,7 +114,7 @@ class _Waiter:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
         self._asked_at = asyncio.get_running_loop().time()
 
-    async def wait(self, generation: int, events: AsyncIterator[Event], *, look_first: bool) -> Outcome:
+    async def wait(self, generation: int, *, look_first: bool) -> Outcome:
         loop = asyncio.get_running_loop()
         hint: Event | None = None
         looks = look_first
@@ -124,8 +130,15 @@ class _Waiter:
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
                 await self._ask_again()
             left = LOOK_EVERY_S if self._deadline is None else min(LOOK_EVERY_S, self._deadline - loop.time())
-            hint = await _hint(events, left)
+            hint = await self._hint(max(left, 0.0))
             looks = True
+
+    async def _hint(self, seconds: float) -> Event | None:
+        """The next hint, or None when it is time to look anyway."""
+        if self._events is not None:
+            return await self._events.within(seconds)
+        await asyncio.sleep(seconds)
+        return None
 
     async def _look(self, generation: int) -> Outcome | Answer | None:
         """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
@@ -160,25 +173,7 @@ class _Waiter:
             self._trouble = error
 
 
-async def _silence() -> AsyncIterator[Event]:
-    """Nothing is heard."""
-    await asyncio.Event().wait()
-    yield Event(Kind.UPDATED, "", "", 0)
-
-
 def _told(hint: Event | None, generation: int) -> Outcome | None:
     """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
     younger than one that the record still has."""
     return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None
-
-
-async def _hint(events: AsyncIterator[Event], seconds: float) -> Event | None:
-    """The next hint, or None when it is time to look anyway."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await anext(events)
-    except TimeoutError:
-        return None
-    except StopAsyncIteration:
-        await asyncio.sleep(seconds)  # Whoever gave the hints has no more: look as if they were lost.
-        return None

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from holdfast.clock import Clock
 from holdfast.errors import OptionError
-from holdfast.events import Event, Topic
+from holdfast.events import Events, Topic
 from holdfast.jobs import (
     About,
     Cancelled,
@@ -105,7 +105,7 @@ class Storage(Protocol):
         """Change how long outcomes are remembered; a live job's, when it ends. `at_least` never shortens."""
         ...
 
-    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
         """Hear hints of what happens. They may be lost: look at the record once a second as well."""
         ...
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Self
 
 from holdfast.errors import StorageUnavailable
-from holdfast.events import Event, Topic
+from holdfast.events import Events, Topic
 from holdfast.jobs import (
     About,
     Cancelled,
@@ -98,7 +98,7 @@ class CheckedStorage(ABC):
         checks.check_length("ttl_ms", ttl_ms)
         return await self._keep(queue, ids, ttl_ms, at_least) if ids else []
 
-    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
         checks.check_topics(topics)
         self._check_open()
         return self._subscribe(topics)
@@ -142,7 +142,7 @@ class CheckedStorage(ABC):
         checks.check_queue(queue)
         return await self._repair(queue, dry_run, cursor)
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
         return Subscription(self._hub, topics)
 
     @abstractmethod

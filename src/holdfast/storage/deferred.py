@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
-from holdfast.events import Event, Topic
+from holdfast.events import Events, Topic
 from holdfast.jobs import (
     About,
     Cancelled,
@@ -90,7 +90,7 @@ class DeferredStorage:
         return await (await self._open()).keep(queue, ids, ttl_ms, at_least=at_least)
 
     @asynccontextmanager
-    async def subscribe(self, *topics: Topic) -> AsyncGenerator[AsyncIterator[Event]]:
+    async def subscribe(self, *topics: Topic) -> AsyncGenerator[Events]:
         async with (await self._open()).subscribe(*topics) as events:
             yield events
 

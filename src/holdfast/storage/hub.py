@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from holdfast.events import Event, Kind, Topic
+from holdfast.events import Event, Events, Kind, Topic
 
 MAX_PENDING = 10_000
 """Hints that one listener may have before it; the oldest are dropped first."""
@@ -27,16 +27,18 @@ def everyone(topic: Topic) -> bool:
 
 
 class Subscription:
-    """One listener. Iterate it for events; it never ends by itself."""
+    """One listener. Iterate it for events, or have them told; it never ends by itself."""
 
     def __init__(self, hub: Hub, topics: Sequence[Topic]) -> None:
         self.topics = topics
         self._hub = hub
         self._pending: deque[Event] = deque(maxlen=MAX_PENDING)
-        self._arrived = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None
+        """Of whoever waits for the next event."""
+        self._tell: Callable[[Event], None] | None = None
         self.loop = asyncio.get_running_loop()
 
-    async def __aenter__(self) -> AsyncIterator[Event]:
+    async def __aenter__(self) -> Events:
         self._hub.add(self)
         return self
 
@@ -48,16 +50,47 @@ class Subscription:
 
     async def __anext__(self) -> Event:
         while not self._pending:
-            self._arrived.clear()
-            await self._arrived.wait()
+            await self._next_arrival()
         return self._pending.popleft()
+
+    async def within(self, seconds: float) -> Event | None:
+        """The next event; None if there is none for so long."""
+        if not self._pending:
+            arrival = self._next_arrival()
+            timer = self.loop.call_later(seconds, _release, arrival)
+            try:
+                await arrival
+            finally:
+                timer.cancel()
+        return self._pending.popleft() if self._pending else None
+
+    def tell(self, hear: Callable[[Event], None]) -> None:
+        """Call `hear` with each event as it comes, in place of keeping it."""
+        self._tell = hear
+        while self._pending:
+            hear(self._pending.popleft())
+
+    def _next_arrival(self) -> asyncio.Future[None]:
+        if self._arrival is None or self._arrival.done():
+            self._arrival = self.loop.create_future()
+        return self._arrival
 
     def receive(self, events: Iterable[Event], route: Route) -> None:
         """Take what those topics cover that are on this route. Called on the subscription's own loop."""
         topics = [topic for topic in self.topics if route(topic)]
-        self._pending.extend(event for event in events if any(topic.covers(event) for topic in topics))
-        if self._pending:
-            self._arrived.set()
+        for event in events:
+            if any(topic.covers(event) for topic in topics):
+                if self._tell is not None:
+                    self._tell(event)
+                else:
+                    self._pending.append(event)
+        if self._pending and self._arrival is not None:
+            _release(self._arrival)
+
+
+def _release(arrival: asyncio.Future[None]) -> None:
+    if not arrival.done():
+        arrival.set_result(None)
 
 
 class Hub:

@@ -12,7 +12,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, closing
 from importlib import resources
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.events import Event, Topic
+from holdfast.events import Event, Events, Topic
 from holdfast.jobs import About, Enqueued, Request
 from holdfast.storage import checks, wake
 from holdfast.storage.engine import Engine
@@ -152,7 +152,7 @@ class SqliteStorage(LocalStorage):
             table.flush()
         return [*replies]
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
         return _Listening(self, super()._subscribe(topics), topics)
 
     async def listen(self, topics: Sequence[Topic]) -> None:
@@ -230,14 +230,14 @@ class _Listening:
     def __init__(
         self,
         storage: SqliteStorage,
-        inner: AbstractAsyncContextManager[AsyncIterator[Event]],
+        inner: AbstractAsyncContextManager[Events],
         topics: Sequence[Topic],
     ) -> None:
         self._storage = storage
         self._inner = inner
         self._topics = topics
 
-    async def __aenter__(self) -> AsyncIterator[Event]:
+    async def __aenter__(self) -> Events:
         events = await self._inner.__aenter__()
         try:
             await self._storage.listen(self._topics)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import struct
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from redis.asyncio import RedisCluster
 from holdfast import machine
 from holdfast.clock import Clock, QueueTime
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.events import Event, Kind, Topic
+from holdfast.events import Event, Events, Kind, Topic
 from holdfast.jobs import (
     About,
     Cancelled,
@@ -464,7 +464,7 @@ class RedisStorage(CheckedStorage):
 
     # Hearing
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
         return _Listening(self, topics)
 
     async def _listen(self, topic: Topic) -> Callable[[], None]:
@@ -520,7 +520,7 @@ class _Listening:
         self._inner = Subscription(storage._hub, topics)  # pyright: ignore[reportPrivateUsage]
         self._leave: list[Callable[[], None]] = []
 
-    async def __aenter__(self) -> AsyncIterator[Event]:
+    async def __aenter__(self) -> Events:
         events = await self._inner.__aenter__()
         try:
             for topic in self._topics:

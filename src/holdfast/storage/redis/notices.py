@@ -48,6 +48,8 @@ class Ear:
     async def listen(self, channel: str, timeout_s: float) -> None:
         """Hear a channel from now on: returns when the server has said so."""
         self._channels[channel] += 1
+        if channel in self._confirmed and self._confirmed[channel].is_set():
+            return
         if channel not in self._confirmed:
             self._confirmed[channel] = asyncio.Event()
             self._write("SSUBSCRIBE", channel)
