@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from holdfast.drain import GIVE_UP_S, TRY_AGAIN_S
-from holdfast.events import LOOK_EVERY_S, Topic
+from holdfast.events import LOOK_EVERY_S, Event, Topic
 from holdfast.fleet import NEVER, Fleet, Order
 from holdfast.jobs import Claim, Job
 from holdfast.storage import Storage
@@ -98,11 +98,14 @@ class Feed:
                     self._looking = True
                     self._go(self._look_around(), "look")
             now = loop.time()
-            for order in self._fleet.plan(now) if self._is_heard() else ():
-                self._go(self._claim(order), "claim")
+            self._claim_what_fits(now)
             if self._burst and self._is_idle():
                 return
             await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
+
+    def _claim_what_fits(self, now: float) -> None:
+        for order in self._fleet.plan(now) if self._is_heard() else ():
+            self._go(self._claim(order), "claim")
 
     def _go(self, steps: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
@@ -160,6 +163,13 @@ class Feed:
         at = NEVER if claim.look_at is None else now + (claim.look_at - claim.now) / 1e6
         return NEVER if self._burst and at > now else at
 
+    def _hear(self, event: Event) -> None:
+        """There may be work: ask for it at once, whatever else is to be done."""
+        self._fleet.wake(event.queue)
+        if not self._stopped:
+            self._claim_what_fits(asyncio.get_running_loop().time())
+        self._changed.set()
+
     async def _listen(self, topics: Sequence[Topic]) -> None:
         pause = TRY_AGAIN_S[0]
         while True:
@@ -169,9 +179,8 @@ class Feed:
                     for topic in topics:  # What came before we listened was heard by nobody.
                         self._fleet.wake(topic.queue)
                     self._changed.set()
-                    async for event in events:
-                        self._fleet.wake(event.queue)
-                        self._changed.set()
+                    events.tell(self._hear)
+                    await asyncio.Event().wait()
             except Exception as error:
                 log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._worker, error)
                 await asyncio.sleep(pause)

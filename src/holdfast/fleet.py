@@ -69,8 +69,10 @@ class Served(msgspec.Struct):
     """Those of them that wait for a spare one."""
     asked: int = 0
     """Jobs of a claim that is on its way. There is one at a time."""
-    places: list[tuple[int, int]] = []
+    places: dict[int, int] = {}
     """The rooms that it was planned for, and what is reserved there."""
+    place_size: int = 0
+    """For each of its jobs."""
     passed_over: int = 0
     """Plans in which it had work, and its next job did not fit."""
     blocks_since: float = NEVER
@@ -269,12 +271,21 @@ class Fleet:
         if not due:
             return []
         frees = self._frees()
+        if len(due) == 1 and not self._held and (fitting := self._fitting(due[0], frees)) > 0:
+            self._plans += 1
+            self._reserve(due[0], frees, fitting)
+            return self._ordered([Order(due[0].queue, fitting)])
         orders = self._fill_held_rooms(due, frees, now)
         ready = self._without_the_blocked([queue for queue in due if not queue.places], frees, now)
         if not (ready or orders):
             return []
         self._plans += 1
-        runs_left = self._runs_left() - len(orders)
+        return self._ordered(orders + self._shared_out(ready, frees, len(orders)))
+
+    def _shared_out(self, ready: list[Served], frees: dict[int, int], ordered: int) -> list[Order]:
+        """What several queues get: the higher ones first, and now and then a lower one before them."""
+        orders: list[Order] = []
+        runs_left = self._runs_left() - ordered
         tiers = sorted({queue.priority for queue in ready}, reverse=True)
         if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
             below = [queue for queue in ready if queue.priority < tiers[0]]
@@ -287,6 +298,10 @@ class Fleet:
             shares = self._share([queue for queue in ready if queue.priority == tier], frees, runs_left)
             runs_left -= sum(order.limit for order in shares)
             orders += shares
+        return orders
+
+    def _ordered(self, orders: list[Order]) -> list[Order]:
+        """These claims are on their way."""
         for order in orders:
             served = self._served[order.queue]
             served.asked, served.planned, served.woken = order.limit, self._plans, False
@@ -297,8 +312,10 @@ class Fleet:
     def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
         """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
         served = self._find(queue)
-        while served.places:
-            self._take_back_a_place(served)
+        for number, units in served.places.items():
+            if number in self._rooms:
+                self._rooms[number].reserved -= units
+        served.places.clear()
         self._claims -= served.asked > 0
         served.asked = 0
         served.claim_at = 0.0 if got >= asked or served.woken else claim_at
@@ -339,14 +356,19 @@ class Fleet:
         return frees
 
     def _reserve(self, served: Served, frees: dict[int, int], count: int) -> None:
-        for number in _take(frees, served.size, count):
-            served.places.append((number, served.size))
-            self._rooms[number].reserved += served.size
+        """Hold room for what a claim may bring. There is one claim of a queue at a time."""
+        served.place_size = served.size
+        for number, jobs in _take(frees, served.size, count).items():
+            served.places[number] = jobs * served.size
+            self._rooms[number].reserved += jobs * served.size
 
     def _take_back_a_place(self, served: Served) -> None:
-        number, units = served.places.pop(0)
+        number = next(iter(served.places))
+        served.places[number] -= served.place_size
+        if served.places[number] <= 0:
+            del served.places[number]
         if number in self._rooms:
-            self._rooms[number].reserved -= units
+            self._rooms[number].reserved -= served.place_size
 
     def _runs_left(self) -> int:
         if self._most is None:
@@ -419,7 +441,7 @@ class Fleet:
                 del self._held[number]
                 self._hold_after = self._plans + LOWER_FIRST_EVERY
                 frees[number] -= queue.size
-                queue.places.append((number, queue.size))
+                queue.places[number] = queue.place_size = queue.size
                 self._rooms[number].reserved += queue.size
                 orders.append(Order(name, 1))
             else:
@@ -442,11 +464,15 @@ class Fleet:
         return orders
 
 
-def _take(frees: dict[int, int], size: int, count: int) -> list[int]:
-    """Use up room for some jobs, each where most is free: which rooms."""
-    taken: list[int] = []
+def _take(frees: dict[int, int], size: int, count: int) -> dict[int, int]:
+    """Use up room for some jobs, each where most is free: how many in which room."""
+    if len(frees) == 1:
+        (number,) = frees
+        frees[number] -= size * count
+        return {number: count}
+    taken: dict[int, int] = {}
     for _ in range(count if frees else 0):
         number = max(frees, key=frees.__getitem__)
         frees[number] -= size
-        taken.append(number)
+        taken[number] = taken.get(number, 0) + 1
     return taken

@@ -68,6 +68,11 @@ def bind(
     limits: dict[str, int] | None = None,
 ) -> Bound[Any]:
     """A request, from what its caller says. `id`, `update`, `priority` and `limits` are the task's own."""
+    if not (options or limits):
+        request = Request(
+            new_id() if id is None else id, Work(payload, codec, priority), update=update, named=id is not None
+        )
+        return Bound(queue, request, returns, raises=False, wait_s=DEFAULT_WAIT_S)
     asked: dict[str, Any] = dict(options)
     given = asked.get("id")
     if given is not None:

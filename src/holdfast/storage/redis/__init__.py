@@ -63,8 +63,8 @@ from holdfast.storage.redis.records import (
     PLACED,
     STATES,
     UNREADABLE,
-    claimed,
     decode_events,
+    decode_job,
     decode_outcome,
     request_args,
     settlement_args,
@@ -297,8 +297,11 @@ class RedisStorage(CheckedStorage):
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
         self._check_open()
-        reply, late = await self._calls.claim(self._key(queue), (limit, worker, lease_ms))
+        key = self._key(queue)
+        reply, late = await self._calls.claim(key, (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
+        if len(claim.jobs) < limit:
+            self._bell.arm(f"{key}:wake")
         if not late:
             return claim
         if claim.jobs:  # They were claimed for somebody who has given up: who knows how much is left of their leases.
@@ -314,7 +317,7 @@ class RedisStorage(CheckedStorage):
         for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
             run = Run(worker, fence, lease_ms, now + 1000 * lease_ms)
             try:
-                jobs.append(as_read(claimed(id, raw, run), time))
+                jobs.append(as_read(decode_job(id, raw, run), time))
             except UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.

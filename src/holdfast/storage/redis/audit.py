@@ -19,7 +19,7 @@ from holdfast.storage.checks import clean_id
 from holdfast.storage.examine import examine
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.pages import Entry, read_page
-from holdfast.storage.redis.records import KINDS, UNREADABLE, decode_job
+from holdfast.storage.redis.records import KINDS, UNREADABLE, decode_job, decode_run
 from holdfast.storage.redis.wire import Argument
 from holdfast.storage.table import VIEWS, Found, view_of
 
@@ -168,6 +168,6 @@ def _read(cursor: str) -> _Cursor:
 
 def _job_or_none(id: bytes, raw: bytes, run: bytes | None) -> Job | None:
     try:
-        return decode_job(id, raw, run)
+        return decode_job(id, raw, None if run is None else decode_run(run))
     except UNREADABLE:
         return None

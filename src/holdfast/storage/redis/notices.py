@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from redis.exceptions import ConnectionError as LinkError
@@ -25,6 +25,9 @@ QUIET_S = 15.0
 """A connection on which nothing was heard for so long is asked whether it is there."""
 BLOCK_S = 1.0
 """How long a wait for the wake token lasts: a lost token costs no more."""
+REST_S = 0.01
+"""After a token came, so long there is no wait for others: mostly, what it told of is taken by then, and one wait does
+for all."""
 
 _TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError, ServerError)
 
@@ -106,19 +109,8 @@ class Ear:
                 self._end()
 
     def _begin(self, link: Link, ended: asyncio.Future[Exception]) -> None:
-        """Take a connection over, and subscribe to everything on it. `ended` says when and why it is of no more use."""
-
-        def end(error: Exception) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        def take(message: Reply) -> None:
-            try:
-                self._take(message)
-            except _TROUBLE as error:
-                end(error)
-
-        self._transport = link.attach(Feed(take, lambda trouble: end(LinkError(trouble))))
+        """Take a connection over, and subscribe to everything on it."""
+        self._transport = link.attach(_feed(self._take, ended))
         self._link = link
         for channel in self._channels:
             self._write("SSUBSCRIBE", channel)
@@ -169,14 +161,26 @@ class Ear:
 
 class Bell:
     """The wake token: at most one a queue, taken by one waiting worker at a time. Blocks on a connection of its own,
-    which never moves a job: a lost token costs one look."""
+    which never moves a job: a lost token costs one look.
+
+    Who was rung for knows of work, and needs no other token until it has claimed less than it wanted (`arm`): that one
+    is for somebody else.
+    """
 
     def __init__(self, servers: Servers, ring: Callable[[str], None]) -> None:
         self._servers = servers
         self._ring = ring
         self._keys: Counter[str] = Counter()
+        self._rung: dict[str, float] = {}
+        """Keys that are not waited for, because there is work; each with the time when it was told. After a while they
+        are, all the same."""
+        self._waits_for: Sequence[str] = ()
+        """The keys that the server was asked for; none if it was not."""
+        self._resting: asyncio.TimerHandle | None = None
         self._client = 0
         """The number by which the server knows the connection that blocks."""
+        self._transport: asyncio.WriteTransport | None = None
+        self._asked_at = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def add(self, key: str) -> None:
@@ -184,56 +188,119 @@ class Bell:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="holdfast bell")
         elif self._keys[key] == 1:
-            self._send(key, "CLIENT", "UNBLOCK", self._client)  # It waits for the keys that there were.
+            self._renew()
 
     def remove(self, key: str) -> None:
         self._keys[key] -= 1
         if self._keys[key] <= 0:
             del self._keys[key]
-            self._send(key, "CLIENT", "UNBLOCK", self._client)
+            self.arm(key)
+            if key in self._waits_for:
+                self._renew()
+
+    def arm(self, key: str) -> None:
+        """Ring again for this key: what its last token told of is taken."""
+        if self._rung.pop(key, None) is not None:
+            self._renew()
 
     async def close(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _send(self, key: str, *args: Argument) -> None:
-        """Say something to the server, and do not wait for what it answers."""
+        """Say something to the server on another connection, and do not wait for what it answers."""
         deadline = asyncio.get_running_loop().time() + BLOCK_S
         self._servers.wire(key).send(args, deadline, lambda reply: None)
 
     async def _run(self) -> None:
         pause = BACKOFF_S[0]
-        while self._keys:
+        loop = asyncio.get_running_loop()
+        while True:
             link: Link | None = None
             try:
-                link = await self._servers.link(next(iter(self._keys)))
-                self._client = await self._ask(link, "CLIENT", "ID")
-                while self._keys:
-                    token = await self._ask(link, "BLPOP", *self._keys, str(BLOCK_S))
-                    if token is not None:
-                        self._take(token[0].decode())
+                link = await self._servers.link(next(iter(self._keys), "x"))
+                ended: asyncio.Future[Exception] = loop.create_future()
+                self._transport = link.attach(_feed(self._take, ended))
+                self._asked_at = loop.time()
+                self._transport.write(packed(("CLIENT", "ID")))
+                while not ended.done():
+                    await asyncio.wait([ended], timeout=BLOCK_S)
+                    if self._asked_at and loop.time() - self._asked_at > BLOCK_S + REPLY_S:
+                        raise LinkError(f"no answer for {BLOCK_S + REPLY_S:.0f} s")
+                    for key in [key for key, at in self._rung.items() if loop.time() - at > BLOCK_S]:
+                        self.arm(key)
                     pause = BACKOFF_S[0]
+                raise ended.result()
             except _TROUBLE as error:
                 log.info("waiting for work at %s broke: %s", self._servers.name, error)
+                self._end()
                 await asyncio.sleep(pause * random.uniform(0.5, 1))
                 pause = min(2 * pause, BACKOFF_S[1])
             finally:
-                if link is not None:
-                    await link.disconnect(nowait=True)
-        self._task = None
+                self._end()
 
-    async def _ask(self, link: Link, *args: Argument) -> Reply:
-        link.write(*args)
-        async with asyncio.timeout(BLOCK_S + REPLY_S):
-            reply = await link.read()
+    def _end(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._transport, self._waits_for, self._client = None, (), 0
+
+    def _renew(self) -> None:
+        """Other keys are to be waited for than before."""
+        if self._waits_for:
+            self._send(self._waits_for[0], "CLIENT", "UNBLOCK", self._client)
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
+        if self._transport is not None and self._client and not self._waits_for:
+            self._waits_for = [key for key in self._keys if key not in self._rung]
+            if self._waits_for:
+                self._asked_at = asyncio.get_running_loop().time()
+                self._transport.write(packed(("BLPOP", *self._waits_for, str(BLOCK_S))))
+
+    def _take(self, reply: Reply) -> None:
+        """What the server said: the number of the connection, a token, or that there was none."""
         if isinstance(reply, ServerError):
             raise reply
-        return reply
+        self._asked_at = 0.0
+        if not self._client:
+            self._client = reply
+        self._waits_for = ()
+        if isinstance(reply, list):
+            key, _ = cast("list[bytes]", reply)
+            self._take_token(key.decode())
+        if self._resting is None:
+            self._wait()
 
-    def _take(self, key: str) -> None:
-        """A token came. If nobody here wants it any more, it is another's."""
-        if key in self._keys:
-            self._ring(key)
-        else:
+    def _take_token(self, key: str) -> None:
+        """If nobody here wants it any more, it is another's."""
+        if key not in self._keys:
             self._send(key, "LPUSH", key, "1")
+            return
+        loop = asyncio.get_running_loop()
+        self._ring(key)
+        self._rung[key] = loop.time()
+        if len(self._keys) > len(self._rung):
+            self._resting = loop.call_later(REST_S, self._wait)
+
+
+def _feed(take: Callable[[Reply], None], ended: asyncio.Future[Exception]) -> Feed:
+    """Takes a connection over. `ended` says when and why it is of no more use."""
+
+    def end(error: Exception) -> None:
+        if not ended.done():
+            ended.set_result(error)
+
+    def taking(message: Reply) -> None:
+        try:
+            take(message)
+        except _TROUBLE as error:
+            end(error)
+
+    return Feed(taking, lambda trouble: end(LinkError(trouble)))

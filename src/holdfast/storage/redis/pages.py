@@ -10,7 +10,7 @@ from holdfast.errors import OptionError
 from holdfast.jobs import Job, State
 from holdfast.storage.checks import clean_id
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.records import UNREADABLE, arrival_of, decode_job, waiting_member
+from holdfast.storage.redis.records import UNREADABLE, arrival_of, decode_job, decode_run, waiting_member
 from holdfast.storage.table import Key, Place
 
 
@@ -67,7 +67,7 @@ def job_or_damaged(id: bytes, raw: bytes | None, run: bytes | None, now: int) ->
     if raw is None:
         return None
     try:
-        return decode_job(id, raw, run)
+        return decode_job(id, raw, None if run is None else decode_run(run))
     except UNREADABLE:
         return machine.damaged(clean_id(id), None, now)
 

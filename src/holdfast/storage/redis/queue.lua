@@ -1205,7 +1205,8 @@ function VERBS.claim()
   local books = find(QUEUE)
   if not books then return {WALL, -1, -1, 0, {}, '', 0} end
   local sweep_at = next_sweep_at(books)
-  if sweep_at and sweep_at <= books.now then sweep(books, SWEEP_ON_CLAIM) end
+  local sweeps = sweep_at and sweep_at <= books.now
+  if sweeps then sweep(books, SWEEP_ON_CLAIM) end
   sweep_forgotten(books, SWEEP_ON_CLAIM)
   if #books.changed > 0 then
     close(books)
@@ -1234,7 +1235,12 @@ function VERBS.claim()
   close(books)
   local run_at = books.ledger[PAUSED] == 0 and next_run_at(books)
   if run_at and run_at <= books.now then wake(books) end
-  return {books.now, run_at or -1, next_sweep_at(books) or -1, books.ledger[PAUSED], jobs, table.concat(fences), books.time[SKEW]}
+  if sweeps then
+    sweep_at = next_sweep_at(books)
+  elseif #fences > 0 then
+    sweep_at = min(sweep_at or NEVER, books.now + 1000 * lease_ms)
+  end
+  return {books.now, run_at or -1, sweep_at or -1, books.ledger[PAUSED], jobs, table.concat(fences), books.time[SKEW]}
 end
 
 -- A claim that is asked for again gives what it gave, less what is no longer held. Only ids and fences are kept.

@@ -42,6 +42,8 @@ NOW, DELAY, WALL_TIME = range(3)
 
 MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
+PLAIN = MARK | NAMED | PAYLOAD
+"""What most records have: an id that somebody chose or not, a payload, and nothing else."""
 
 _HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")
@@ -115,12 +117,15 @@ def _work_of(payload: bytes | None, priority: int, terms: bytes) -> Work:
     )
 
 
-def decode_job(id: bytes, raw: bytes, packed_run: bytes | None) -> Job:
-    """A record and its run as the job that they hold. Raises one of `UNREADABLE` if they cannot be read."""
+def decode_job(id: bytes, raw: bytes, run: Run | None) -> Job:
+    """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
     flags, priority, generation, run_at = _HEAD.unpack_from(raw)
     if flags & 224 != MARK or priority > 9:
         raise Garbled("no mark of a record")
     at = _HEAD.size
+    if flags | NAMED == PLAIN and generation <= LAST and run_at <= LAST:
+        work = Work(raw[at:], priority=priority)
+        return Job(clean_id(id), work, generation, run_at, generation, 0, flags == PLAIN, int(run is not None), run=run)
     arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = generation, 0, 0, 0, 0, 0, 0, 0
     error: bytes | None = None
     previous: Outcome | None = None
@@ -160,12 +165,12 @@ def decode_job(id: bytes, raw: bytes, packed_run: bytes | None) -> Job:
         arrival,
         wall_at,
         bool(flags & NAMED),
-        attempts + (packed_run is not None),
+        attempts + (run is not None),
         retries,
         stalls,
         timeouts,
         error,
-        None if packed_run is None else decode_run(packed_run),
+        run,
         outcome,
         previous,
         keep - 1 if keep else None,
@@ -225,12 +230,6 @@ def _decode_next(packed: bytes, at: int) -> Next:
         raise Garbled("shorter than it says")
     work = _work_of(packed[at + size :], priority, packed[at : at + size])
     return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload), RULES[rule], bool(resets))
-
-
-def claimed(id: bytes, raw: bytes, run: Run) -> Job:
-    """A job as a claim gives it: the record is as it was, the run is new."""
-    job = decode_job(id, raw, None)
-    return msgspec.structs.replace(job, run=run, attempts=job.attempts + 1)
 
 
 def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
