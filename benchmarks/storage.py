@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import itertools
 import os
 import platform
 import sqlite3
@@ -21,19 +20,16 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from benchmarks import redis_storage
+from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Statements
 from holdfast.jobs import Complete, Lease, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
-QUEUE = "bench"
-WORKER = "bench-worker"
-LEASE_MS = 60_000
 PAYLOAD, LARGE = b"x" * 100, b"x" * 1_048_576
 ROUNDS, FLAT_ROUNDS = 5, 9
 FEW, MANY = 10_000, 1_000_000
@@ -102,95 +98,44 @@ class Stored:
         return None
 
 
-COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
-INSERT = (
-    "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
-    " VALUES (1, ?, 'waiting', NULL, 5, ?, ?, NULL, NULL, ?, ?)"
-)
-DUE = (
-    f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = 1 AND until_at IS NULL AND priority = 5 AND run_at <= ?"
-    " ORDER BY run_at, arrival LIMIT ?"
-)
-LEASE = "UPDATE holdfast_jobs SET state = 'running', until_at = ?, worker = ?, rest = ? WHERE queue = 1 AND id = ?"
-EXTEND = "UPDATE holdfast_jobs SET until_at = ?, rest = ? WHERE queue = 1 AND id = ?"
-CANCEL = "UPDATE holdfast_jobs SET state = 'cancelled', until_at = ?, rest = ? WHERE queue = 1 AND id = ?"
-DELETE = "DELETE FROM holdfast_jobs WHERE queue = 1 AND id = ?"
-EXPIRED = "SELECT id FROM holdfast_jobs WHERE queue = 1 AND state = 'running' AND until_at <= ? LIMIT 100"
-REST, REST_OF_RUN = bytes(35), bytes(73)
-"""As long as what a storage keeps of such jobs besides the columns."""
-
-
 class Raw:
     """The bare statements on the same schema: no checks, counts, fences, replies or events."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute("PRAGMA cache_size = -65536")
-        self._db.executescript(resources.files("holdfast.storage").joinpath("schema.sql").read_text())
-        self._arrivals = itertools.count(_now())
+        self._statements = Statements(path)
 
     async def aclose(self) -> None:
-        self._db.close()
+        self._statements.close()
 
     def make(self, count: int, payload: bytes = PAYLOAD) -> Items:
-        now = _now()
-        return [(new_id().encode(), now, next(self._arrivals), payload, REST) for _ in range(count)]
+        return [self._statements.row(new_id().encode(), payload) for _ in range(count)]
 
     async def enqueue(self, jobs: Items) -> None:
-        self._write(INSERT, jobs)
+        self._statements.enqueue(jobs)
 
     async def enqueue_together(self, jobs: Items) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        for job in jobs:
-            self._db.execute(INSERT, job)
-        self._db.execute("COMMIT")
+        self._statements.enqueue(jobs)
 
     async def claim(self, limit: int) -> Items:
-        now = _now()
-        until_at = now + 1000 * LEASE_MS
-        self._db.execute("BEGIN IMMEDIATE")
-        rows = self._db.execute(DUE, (now, limit)).fetchall()
-        self._db.executemany(LEASE, [(until_at, WORKER, REST_OF_RUN, row[0]) for row in rows])
-        self._db.execute("COMMIT")
-        return [(row[0],) for row in rows]
+        return self._statements.claim(limit)
 
     async def extend(self, leases: Items) -> None:
-        until_at = _now() + 1000 * LEASE_MS
-        self._write(EXTEND, [(until_at, REST_OF_RUN, id) for (id,) in leases])
+        self._statements.extend(leases)
 
     async def settle(self, leases: Items) -> None:
-        self._write(DELETE, leases)
+        self._statements.settle(leases)
 
     async def get(self, jobs: Items) -> object:
-        marks = ",".join("?" * len(jobs))
-        statement = f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = 1 AND id IN ({marks})"
-        return self._db.execute(statement, [job[0] for job in jobs]).fetchall()
+        return self._statements.get(jobs)
 
     async def cancel(self, jobs: Items) -> None:
-        until_at = _now() + 3_600_000_000
-        self._write(CANCEL, [(until_at, REST_OF_RUN, job[0]) for job in jobs])
+        self._statements.cancel(jobs)
 
     async def sweep(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute(EXPIRED, (_now(),)).fetchall()
-        self._db.execute("COMMIT")
+        self._statements.sweep()
 
     async def forget(self) -> None:
-        self._db.execute("DELETE FROM holdfast_jobs WHERE state = 'cancelled'")
-
-    def _write(self, statement: str, rows: Items) -> None:
-        if len(rows) == 1:
-            self._db.execute(statement, rows[0])
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany(statement, rows)
-        self._db.execute("COMMIT")
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
+        self._statements.forget()
 
 
 class Sample(msgspec.Struct):
