@@ -22,7 +22,7 @@ import redis.asyncio
 from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Functions
 from holdfast.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
-from tests.servers import Server, redis_binary
+from tests.servers import Name, Server, redis_binary
 
 PAYLOAD = b"x" * 100
 ROUNDS, FEW, MANY, FLAT_JOBS = 5, 10_000, 1_000_000, 10_000
@@ -178,8 +178,8 @@ async def memory(server: Server, contender: Contender, count: int) -> float:
 
 
 @asynccontextmanager
-async def opened(kind: str) -> AsyncIterator[tuple[Server, dict[str, Contender]]]:
-    with Server(kind, "--slowlog-log-slower-than", str(SLOW_US)) as server:  # type: ignore[arg-type]
+async def opened(kind: Name) -> AsyncIterator[tuple[Server, dict[str, Contender]]]:
+    with Server(kind, "--slowlog-log-slower-than", str(SLOW_US)) as server:
         async with connect(server.url) as storage:
             bare = Bare(server)
             yield server, {"holdfast": Stored(storage), "bare": bare}
@@ -201,7 +201,7 @@ def target(name: str, measured: float, wanted: float, *, at_most: bool) -> None:
     print(f"  {'met   ' if met else 'MISSED'} {name}: {measured:,.2f} ({sign} {wanted:,.2f})")
 
 
-async def main(kind: str, quick: bool, million: bool) -> None:
+async def main(kind: Name, quick: bool, million: bool) -> None:
     rounds, count = (1, 2_000) if quick else (ROUNDS, 20_000)
     async with opened(kind) as (server, contenders):
         meter = Meter(server)
@@ -229,7 +229,7 @@ async def main(kind: str, quick: bool, million: bool) -> None:
             await flatness(kind, server, contenders["holdfast"], meter)
 
 
-async def flatness(kind: str, server: Server, contender: Contender, meter: Meter) -> None:
+async def flatness(kind: Name, server: Server, contender: Contender, meter: Meter) -> None:
     """The cost of a job with few and with a million others queued. SLOWLOG must have nothing to say about it."""
     queued, costs = 0, {}
     for size in (FEW, MANY):
@@ -250,7 +250,8 @@ async def flatness(kind: str, server: Server, contender: Contender, meter: Meter
 
 
 def run(quick: bool = False, million: bool = True) -> None:
-    for kind in ("valkey", "redis"):
+    kinds: tuple[Name, ...] = ("valkey", "redis")
+    for kind in kinds:
         if kind == "redis" and redis_binary() is None:
             print("\nredis: no redis-server ≥ 7.0 on this machine")
             continue

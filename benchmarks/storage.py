@@ -27,6 +27,7 @@ import msgspec
 
 from benchmarks import redis_storage
 from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Statements
+from benchmarks.pages import Judged, table, targets
 from holdfast.jobs import Complete, Lease, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
@@ -287,13 +288,6 @@ class Cost(msgspec.Struct):
     cpu_ratio: float
 
 
-class Target(msgspec.Struct):
-    name: str
-    wanted: str
-    measured: str
-    met: bool
-
-
 Rows = dict[str, dict[str, Cost]]
 """Row, contender: the base is raw."""
 Flatness = dict[str, dict[str, tuple[Cost, Cost]]]
@@ -308,7 +302,7 @@ class Report(msgspec.Struct):
     machine: str
     rows: Rows
     flatness: Flatness
-    targets: list[Target]
+    targets: list[Judged]
 
 
 def compare(samples: Sequence[Sample], bases: Sequence[Sample]) -> Cost:
@@ -390,33 +384,33 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def judge(rows: Rows, flatness: Flatness) -> list[Target]:
+def judge(rows: Rows, flatness: Flatness) -> list[Judged]:
     bulk = max(rows[HUNDRED]["sqlite"].jobs_per_s, rows[MOST]["sqlite"].jobs_per_s)
     drained = rows[DRAIN]["sqlite"].jobs_per_s
     single = rows[SINGLE]["sqlite"]
     part = f"{100 / single.cpu_ratio:.0f} % by CPU, {100 / single.wall_ratio:.0f} % by wall"
-    targets = [
-        Target("enqueue 100 or 250", "≥ 70,000/s", f"{bulk:,.0f}/s", bulk >= 70_000),
-        Target(DRAIN, "≥ 25,000/s", f"{drained:,.0f}/s", drained >= 25_000),
-        Target("enqueue 1, of the raw rate", "≥ 50 %", part, single.cpu_ratio <= 2),
+    judged = [
+        Judged("enqueue 100 or 250", "≥ 70,000/s", f"{bulk:,.0f}/s", bulk >= 70_000),
+        Judged(DRAIN, "≥ 25,000/s", f"{drained:,.0f}/s", drained >= 25_000),
+        Judged("enqueue 1, of the raw rate", "≥ 50 %", part, single.cpu_ratio <= 2),
     ]
     for verb, costs in flatness.items():
         _, many = costs["sqlite"]
         ratio = f"{many.cpu_ratio:.2f} by CPU, {many.wall_ratio:.2f} by wall"
-        targets.append(Target(f"{verb}, {MANY:,} ÷ {FEW:,} queued", "≤ 1.15", ratio, many.cpu_ratio <= 1.15))
-    return targets
+        judged.append(Judged(f"{verb}, {MANY:,} ÷ {FEW:,} queued", "≤ 1.15", ratio, many.cpu_ratio <= 1.15))
+    return judged
 
 
 def render(report: Report) -> str:
-    intro = f"Python {report.python}, SQLite {report.sqlite}, {report.machine}. Medians; µs are CPU time per job."
+    intro = f"Python {report.python}, SQLite {report.sqlite}, {report.machine}. Medians; µs are CPU time per job.\n"
     heads = ["row", "sqlite jobs/s", "µs", "raw jobs/s", "µs", "CPU ÷ raw", "wall ÷ raw", "memory jobs/s", "µs"]
-    parts = [intro, _table(heads, [_line(name, costs) for name, costs in report.rows.items()])]
+    parts = [intro, table(heads, [_line(name, costs) for name, costs in report.rows.items()], of_numbers=True)]
     if report.flatness:
         heads = ["flatness", f"{FEW:,}: jobs/s", "µs", f"{MANY:,}: jobs/s", "µs", "CPU ratio", "wall ratio"]
         pairs = [(f"{verb}, {who}", *both) for verb, costs in report.flatness.items() for who, both in costs.items()]
-        parts.append(_table(heads, [[name, *_cells(few), *_cells(many), *_ratios(many)] for name, few, many in pairs]))
-    targets = [[target.name, target.wanted, target.measured, _verdict(target)] for target in report.targets]
-    return "\n\n".join([*parts, _table(["target", "wanted", "measured", ""], targets)])
+        rows = [[name, *_cells(few), *_cells(many), *_ratios(many)] for name, few, many in pairs]
+        parts.append(table(heads, rows, of_numbers=True))
+    return "\n".join([*parts, targets(report.targets)])
 
 
 def _line(name: str, costs: dict[str, Cost]) -> list[str]:
@@ -432,15 +426,6 @@ def _ratios(cost: Cost) -> list[str]:
     return [f"{cost.cpu_ratio:.2f}", f"{cost.wall_ratio:.2f}"]
 
 
-def _verdict(target: Target) -> str:
-    return "met" if target.met else "not met"
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *lines))
-
-
 async def main() -> tuple[bool, bool]:
     parser = argparse.ArgumentParser(prog="./dev bench storage", description="What a job costs, verb by verb.")
     parser.add_argument("--quick", action="store_true", help="small counts, one round, no million: a few seconds")
@@ -452,8 +437,8 @@ async def main() -> tuple[bool, bool]:
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         rows = await measure_rows(Path(folder), asked.quick)
         flatness = await measure_flatness(Path(folder)) if million else {}
-    targets = judge(rows, flatness)
-    report = Report(platform.python_version(), sqlite3.sqlite_version, machine, rows, flatness, targets)
+    judged = judge(rows, flatness)
+    report = Report(platform.python_version(), sqlite3.sqlite_version, machine, rows, flatness, judged)
     if asked.json is not None:
         asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     print(render(report))
