@@ -14,7 +14,7 @@ INK, FAINT = "#212529", "#495057"
 
 def number(value: float) -> str:
     """With three digits or so."""
-    if value >= 99.95 or value == 0:
+    if value >= 100 or value == 0:
         return f"{value:,.0f}"
     if value >= 0.1:
         return f"{value:.3g}"

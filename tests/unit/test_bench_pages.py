@@ -1,5 +1,5 @@
-"""What benchmarks make of what they measured: numbers, the page of all targets, the check against a baseline; and that
-what clients send is told from what scripts do. The figures are made up here."""
+"""What benchmarks make of what they measured, which is made up here: numbers, the page of all targets, the check against
+a baseline. And that what clients send is told from what scripts do, and that the limits settle what they claim."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import msgspec
 import pytest
 
 from benchmarks import check, scale, targets
+from benchmarks.bare import QUEUE, Functions, Statements
 from benchmarks.monitor import Monitor
 from benchmarks.pages import Judged, number, table
 from benchmarks.peers.figures import Run
 from benchmarks.peers.measure import Measured
 from benchmarks.peers.systems import HOLDFAST, LIMIT
+from holdfast.jobs import Request, Work
 from tests.servers import shared
 
 
@@ -40,6 +42,31 @@ def test_what_clients_send_is_told_from_what_scripts_do() -> None:
         server.command("SET", "sent", "in two\r\nlines [0 lua]")
         server.command("DEL", "before", "sent")
     assert [command.split()[0] for command in monitor.sent] == ['"EVAL"', '"SET"', '"DEL"']
+
+
+def test_a_limit_on_a_server_leaves_nothing_of_what_it_settled() -> None:
+    server = shared("valkey")
+    assert server is not None
+    functions = Functions(server.port)
+    functions.enqueue([Request(f"limit-{n}", Work(b"x")) for n in range(3)])
+    leases = functions.claim(2)
+    assert [id for id, _ in leases] == [b"limit-0", b"limit-1"]
+    functions.settle(leases)
+    assert server.command("HKEYS", f"{{hf/{QUEUE}}}:jobs") == [b"limit-2"]
+    functions.settle(functions.claim(2))
+    assert functions.claim(2) == []
+    functions.close()
+    server.command("FLUSHALL")
+
+
+def test_a_limit_on_a_file_leaves_nothing_of_what_it_settled(tmp_path: Path) -> None:
+    statements = Statements(tmp_path / "jobs.db")
+    statements.enqueue([statements.row(id, b"x") for id in (b"1", b"2", b"3")])
+    leases = statements.claim(2)
+    assert leases == [(b"1",), (b"2",)]
+    statements.settle(leases)
+    assert [row[0] for row in statements.get([(b"1",), (b"2",), (b"3",)])] == [b"3"]
+    statements.close()
 
 
 def written(folder: Path) -> None:
