@@ -37,6 +37,8 @@ STALL_S = 20.0
 SETTLE_S = 0.5
 """After the last job has begun: until what is sent in batches is sent."""
 WARM = 20
+LOOKS = ('"INFO" "cpu"', '"INFO" "commandstats"')
+"""What we ask ourselves while others are watched."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -144,7 +146,7 @@ class _Round:
             seconds, calls = time.monotonic() - began, self.look().calls - before.calls
             self.figures["idle_cpu"] = 100 * (worker.cpu_s() - cpu) / seconds
         if monitor is not None:
-            sent = [command for command in monitor.sent if not command.startswith('"INFO"')]
+            sent = [command for command in monitor.sent if command not in LOOKS]
             self.figures["idle_sent"] = len(sent) / seconds
             self.figures["idle_commands"] = calls.total() / seconds
             self.measured.commands["idle"] = per(calls, seconds)
