@@ -1,5 +1,6 @@
 """What benchmarks make of what they measured, which is made up here: numbers, the page of all targets, the check
-against a baseline. And that what clients send is told from what scripts do, and that the limits settle what they claim."""
+against a baseline. And that what clients send is told from what scripts do, and that the limits settle what they
+claim."""
 
 from __future__ import annotations
 
