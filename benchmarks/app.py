@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from benchmarks import pages
+from benchmarks.pages import number
 from holdfast import Holdfast
 from tests import servers
 
@@ -101,14 +103,13 @@ async def call(contender: Contender, calls: int) -> dict[str, float]:
 
 
 def table(title: str, rows: dict[str, list[dict[str, float]]]) -> None:
+    """Medians of the rounds."""
     columns = list(next(iter(rows.values()))[0])
-    print(f"\n{title}\n")
-    print("| | " + " | ".join(columns) + " |")
-    print("|---|" + "---|" * len(columns))
-    for name, rounds in rows.items():
-        middle = [statistics.median(numbers[column] for numbers in rounds) for column in columns]
-        cells = [f"{number:,.0f}" if number >= 100 else f"{number:.1f}" for number in middle]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+    lines = [
+        [name, *(number(statistics.median(taken[column] for taken in rounds)) for column in columns)]
+        for name, rounds in rows.items()
+    ]
+    print(f"\n{title}\n\n{pages.table(['', *columns], lines)}", end="")
 
 
 def main() -> None:
@@ -125,9 +126,9 @@ def main() -> None:
     with contenders() as places:
         for title, measure in measures.items():
             rows: dict[str, list[dict[str, float]]] = {place.name: [] for place in places}
-            for number in range(rounds):
+            for turn in range(rounds):
                 for place in places:
-                    print(f"  {title}: round {number + 1}, {place.name} …", file=sys.stderr)
+                    print(f"  {title}: round {turn + 1}, {place.name} …", file=sys.stderr)
                     rows[place.name].append(measure(place))
             table(title, rows)
 

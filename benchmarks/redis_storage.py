@@ -10,30 +10,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import itertools
-import socket
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
-import hiredis
 import msgspec
 import redis.asyncio
 
+from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Functions
 from holdfast.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
-from holdfast.storage.redis.library import BODY, Library
-from holdfast.storage.redis.records import request_args, settlement_args
-from tests.servers import Server, redis_binary
+from tests.servers import Name, Server, redis_binary
 
-QUEUE, WORKER, LEASE_MS, PAYLOAD = "bench", "bench-worker", 60_000, b"x" * 100
+PAYLOAD = b"x" * 100
 ROUNDS, FEW, MANY, FLAT_JOBS = 5, 10_000, 1_000_000, 10_000
 SLOW_US = 10_000
 """Longer than this, a call is slow: SLOWLOG must stay empty."""
-LIBRARY = Library(BODY, injected_clock=False)
 
 
 class Cost(msgspec.Struct):
@@ -99,43 +93,23 @@ def _complete(job: Job) -> Complete:
 
 
 class Bare:
-    """The same functions over a blocking socket."""
+    """The limit: the same functions over a blocking socket."""
 
     def __init__(self, server: Server) -> None:
-        server.command("FUNCTION", "LOAD", "REPLACE", LIBRARY.text)
-        self._socket = socket.create_connection(("127.0.0.1", server.port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._reader = hiredis.Reader(notEnoughData=...)
-        self._numbers = itertools.count(1)
+        self._functions = Functions(server.port)
 
     def close(self) -> None:
-        self._socket.close()
-
-    def _call(self, verb: str, *args: Any) -> Any:
-        name = f"{LIBRARY.name}_enqueue" if verb == "enqueue" else LIBRARY.name
-        command = ("FCALL", name, 1, f"{{hf/{QUEUE}}}:ledger", verb, "bare_client_", next(self._numbers), *args)
-        self._socket.sendall(hiredis.pack_command(command))
-        while (reply := self._reader.gets()) is ...:
-            self._reader.feed(self._socket.recv(1 << 20))
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
+        self._functions.close()
 
     async def enqueue(self, jobs: Sequence[Request]) -> None:
-        self._call("enqueue", *(arg for job in jobs for arg in request_args(job)))
+        self._functions.enqueue(jobs)
 
     async def together(self, jobs: Sequence[Request], callers: int) -> None:
         for start in range(0, len(jobs), callers):
-            await self.enqueue(jobs[start : start + callers])
+            self._functions.enqueue(jobs[start : start + callers])
 
     async def claim_and_settle(self, limit: int) -> None:
-        reply = self._call("claim", limit, WORKER, LEASE_MS)
-        ids, fences = reply[4][::2], reply[5]
-        items: list[bytes] = []
-        for at, id in enumerate(ids):
-            fence = int.from_bytes(fences[8 * at : 8 * at + 8], "little")
-            items += settlement_args(Complete(id.decode(), fence))
-        self._call("settle", WORKER, *items)
+        self._functions.settle(self._functions.claim(limit))
 
 
 Contender = Stored | Bare
@@ -204,8 +178,8 @@ async def memory(server: Server, contender: Contender, count: int) -> float:
 
 
 @asynccontextmanager
-async def opened(kind: str) -> AsyncIterator[tuple[Server, dict[str, Contender]]]:
-    with Server(kind, "--slowlog-log-slower-than", str(SLOW_US)) as server:  # type: ignore[arg-type]
+async def opened(kind: Name) -> AsyncIterator[tuple[Server, dict[str, Contender]]]:
+    with Server(kind, "--slowlog-log-slower-than", str(SLOW_US)) as server:
         async with connect(server.url) as storage:
             bare = Bare(server)
             yield server, {"holdfast": Stored(storage), "bare": bare}
@@ -227,7 +201,7 @@ def target(name: str, measured: float, wanted: float, *, at_most: bool) -> None:
     print(f"  {'met   ' if met else 'MISSED'} {name}: {measured:,.2f} ({sign} {wanted:,.2f})")
 
 
-async def main(kind: str, quick: bool, million: bool) -> None:
+async def main(kind: Name, quick: bool, million: bool) -> None:
     rounds, count = (1, 2_000) if quick else (ROUNDS, 20_000)
     async with opened(kind) as (server, contenders):
         meter = Meter(server)
@@ -255,7 +229,7 @@ async def main(kind: str, quick: bool, million: bool) -> None:
             await flatness(kind, server, contenders["holdfast"], meter)
 
 
-async def flatness(kind: str, server: Server, contender: Contender, meter: Meter) -> None:
+async def flatness(kind: Name, server: Server, contender: Contender, meter: Meter) -> None:
     """The cost of a job with few and with a million others queued. SLOWLOG must have nothing to say about it."""
     queued, costs = 0, {}
     for size in (FEW, MANY):
@@ -276,7 +250,8 @@ async def flatness(kind: str, server: Server, contender: Contender, meter: Meter
 
 
 def run(quick: bool = False, million: bool = True) -> None:
-    for kind in ("valkey", "redis"):
+    kinds: tuple[Name, ...] = ("valkey", "redis")
+    for kind in kinds:
         if kind == "redis" and redis_binary() is None:
             print("\nredis: no redis-server ≥ 7.0 on this machine")
             continue

@@ -2,7 +2,7 @@
 
     ./dev bench scale [--quick]
 
-On a private Valkey without persistence. Writes benchmarks/results/scale.json, scale.md and a plot for each curve.
+On private Valkeys without persistence. Writes benchmarks/results/scale.json, scale.md and a plot for each curve.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-from unittest import mock
-from xml.sax.saxutils import escape
 
 import msgspec
 
-from benchmarks.redis_storage import QUEUE, WORKER, Meter, Stored, calls, make, measure
+from benchmarks.bare import LEASE_MS, QUEUE, WORKER
+from benchmarks.monitor import Monitor
+from benchmarks.pages import FAINT, RESULTS, Judged, number, plot, table, targets, text
+from benchmarks.redis_storage import Meter, Stored, make, measure
 from holdfast import Holdfast
-from holdfast.jobs import Complete, Request, Work, new_id
+from holdfast.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
-from holdfast.storage.checked import CheckedStorage
+from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES
 from tests.servers import Server
 
-RESULTS = Path(__file__).with_name("results")
 BATCH = 100
-SLOW_US = 10_000
 DAY_MS = 86_400_000
+SETTLE_S = 1.5
+"""Until a worker that has just started, or has just run a job, is idle."""
+TIMES_DEARER, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 10, 1.2, 3
+"""The targets: what may not be exceeded, however much there is."""
+PERCENTILES = (50, 90, 99, 99.9)
 
 
 class Curve(msgspec.Struct):
@@ -41,198 +44,185 @@ class Curve(msgspec.Struct):
     grows: str
     unit: str
     points: list[tuple[float, float]]
-    target: str = ""
-    met: bool | None = None
+    target: Judged | None = None
 
 
 async def backlog(storage: Storage, server: Server, quick: bool) -> list[Curve]:
-    """CPU of client and server for a job that is enqueued, claimed and settled, with ever more others queued."""
-    points: list[tuple[float, float]] = []
-    queued = 0
-    contender = Stored(storage)
-    for size in (1_000, 10_000, 100_000, 1_000_000)[: 2 if quick else 4]:
-        while queued < size:
-            await storage.enqueue(QUEUE, make(min(250, size - queued)))
-            queued += min(250, size - queued)
-        points.append((size, await _cpu(contender, server, quick)))
-    ratio = points[-1][1] / points[1 if len(points) > 2 else 0][1]
-    return [
-        Curve("A job beside a backlog", "jobs queued", "µs of CPU, client and server", points,
-              f"{points[-1][0]:,.0f} queued cost {ratio:.2f} times as much as 10,000 (at most 1.15)", ratio <= 1.15)
-    ]  # fmt: skip
+    """A job that is enqueued, claimed and settled, with ever more others queued."""
+
+    async def queue(count: int) -> None:
+        await storage.enqueue(QUEUE, make(count))
+
+    points = await _beside(storage, server, quick, queue)
+    return [Curve("A job beside a backlog", "jobs queued", CPU, points, _dearer("queued", points))]
 
 
 async def kept(storage: Storage, server: Server, quick: bool) -> list[Curve]:
     """The same with ever more finished records that are kept."""
+
+    async def finish(count: int) -> None:
+        await storage.enqueue(QUEUE, [Request(new_id(), Work(b"x" * 100), named=True) for _ in range(count)])
+        claim = await storage.claim(QUEUE, count, worker=WORKER, lease_ms=LEASE_MS)
+        done = [Complete(job.id, _fence(job), b"1", result_ttl_ms=DAY_MS) for job in claim.jobs]
+        await storage.settle(QUEUE, done, worker=WORKER)
+
+    points = await _beside(storage, server, quick, finish)
+    return [Curve("A job beside finished records", "records kept", CPU, points, _dearer("kept", points))]
+
+
+CPU = "µs of CPU, client and server"
+
+
+async def _beside(
+    storage: Storage, server: Server, quick: bool, add: Callable[[int], Awaitable[None]]
+) -> list[tuple[float, float]]:
+    """What a job costs with ever more that `add` has put beside it."""
     points: list[tuple[float, float]] = []
-    finished = 0
-    contender = Stored(storage)
-    for size in (1_000, 10_000, 100_000, 1_000_000)[: 2 if quick else 4]:
-        while finished < size:
-            jobs = [Request(new_id(), Work(b"x" * 100), named=True) for _ in range(min(250, size - finished))]
-            await storage.enqueue(QUEUE, jobs)
-            claim = await storage.claim(QUEUE, 250, worker=WORKER, lease_ms=60_000)
-            done = [Complete(job.id, job.fence or 0, b"1", result_ttl_ms=DAY_MS) for job in claim.jobs]
-            await storage.settle(QUEUE, done, worker=WORKER)
-            finished += len(done)
-        points.append((size, await _cpu(contender, server, quick)))
-    ratio = points[-1][1] / points[1 if len(points) > 2 else 0][1]
-    return [
-        Curve("A job beside finished records", "records kept", "µs of CPU, client and server", points,
-              f"{points[-1][0]:,.0f} kept cost {ratio:.2f} times as much as 10,000 (at most 1.15)", ratio <= 1.15)
-    ]  # fmt: skip
+    jobs, rounds = (2_000, 1) if quick else (10_000, 5)
+    there = 0
+    for size in (1_000, 10_000) if quick else (1_000, 10_000, 100_000, 1_000_000):
+        while there < size:
+            count = min(MAX_ITEMS, size - there)
+            await add(count)
+            there += count
+        enqueue, rest = (await measure(Meter(server), {"it": Stored(storage)}, jobs, BATCH, rounds))["it"]
+        points.append((size, enqueue.client_us + enqueue.server_us + rest.client_us + rest.server_us))
+    return points
 
 
-async def _cpu(contender: Stored, server: Server, quick: bool) -> float:
-    costs = await measure(Meter(server), {"holdfast": contender}, 2_000 if quick else 10_000, BATCH, 1 if quick else 5)
-    enqueue, rest = costs["holdfast"]
-    return enqueue.client_us + enqueue.server_us + rest.client_us + rest.server_us
+def _dearer(what: str, points: list[tuple[float, float]]) -> Judged:
+    """The most against ten thousand, or against the least in a quick run."""
+    (few, base), (many, cost) = points[-3 if len(points) > 2 else 0], points[-1]
+    name = f"{many:,.0f} {what} against {few:,.0f}, cost per job"
+    return Judged(name, f"≤ {TIMES_DEARER} ×", f"{cost / base:.2f} ×", cost / base <= TIMES_DEARER)
 
 
-async def payloads(storage: Storage, server: Server, quick: bool) -> list[Curve]:
+async def payloads(storage: Storage, _: Server, quick: bool) -> list[Curve]:
     """How much passes through a queue: enqueued, claimed and settled."""
     points: list[tuple[float, float]] = []
-    for size in (100, 1_000, 10_000, 100_000, 1_000_000):
+    for size in (100, 1_000, 10_000, 100_000, MAX_PAYLOAD_BYTES):
         count = max(4, (4_000_000 if quick else 50_000_000) // (size + 2_000))
-        batch = max(1, min(BATCH, 500_000 // size))
+        batch = max(1, min(BATCH, MAX_CALL_BYTES // 2 // size))
         jobs = [Request(new_id(), Work(b"x" * size)) for _ in range(count)]
         began = time.perf_counter()
         for start in range(0, count, batch):
             await storage.enqueue(QUEUE, jobs[start : start + batch])
-        done = 0
-        while done < count:
-            claim = await storage.claim(QUEUE, batch, worker=WORKER, lease_ms=60_000)
-            await storage.settle(QUEUE, [Complete(job.id, job.fence or 0) for job in claim.jobs], worker=WORKER)
-            done += len(claim.jobs)
+        await _claim_and_settle(storage, count, batch)
         points.append((size, count * size / 1e6 / (time.perf_counter() - began)))
     return [Curve("Payloads", "bytes", "MB a second, in and out", points)]
 
 
 async def due_at_once(storage: Storage, server: Server, quick: bool) -> list[Curve]:
-    """Many delayed jobs become due at one instant: does any call take long?"""
-    count = 5_000 if quick else 100_000
-    run_at = time.time_ns() // 1000 + (3_000_000 if quick else 20_000_000)
-    for start in range(0, count, 250):
-        jobs = [Request(new_id(), Work(b"x" * 100), run_at=run_at) for _ in range(min(250, count - start))]
-        await storage.enqueue(QUEUE, jobs)
-    await asyncio.sleep(max(run_at / 1e6 - time.time(), 0))
-    times: list[float] = []
+    """Many delayed jobs become due at one instant: does any call take the server long?"""
+    count, wait_s = (5_000, 3) if quick else (100_000, 20)
+    run_at = time.time_ns() // 1000 + wait_s * 1_000_000
+    for start in range(0, count, MAX_ITEMS):
+        some = range(start, min(start + MAX_ITEMS, count))
+        await storage.enqueue(QUEUE, [Request(new_id(), Work(b"x" * 100), run_at=run_at) for _ in some])
+    early_s = run_at / 1e6 - time.time()
+    assert early_s > 0, "some were due before all were queued"
+    await asyncio.sleep(early_s)
+    server.command("CONFIG", "RESETSTAT")
+    await _claim_and_settle(storage, count, BATCH)
+    points = _script_ms(server)
+    slowest = points[-1][1]
+    name = f"{count:,} due at one instant, a script call at p99.9, ms"
+    target = Judged(name, f"≤ {SLOWEST_MS}", number(slowest), slowest <= SLOWEST_MS)
+    title, unit = f"{count:,} jobs due at one instant", "ms a script call takes the server"
+    return [Curve(title, "percentile", unit, points, target)]
+
+
+def _script_ms(server: Server) -> list[tuple[float, float]]:
+    """How long calls of functions took since the last RESETSTAT, by the server's own account."""
+    said = server.info("latencystats")["latency_percentiles_usec_fcall"]
+    times = dict(pair.split("=") for pair in said.split(","))
+    return [(percent, float(times[f"p{percent}"]) / 1000) for percent in PERCENTILES]
+
+
+async def _claim_and_settle(storage: Storage, count: int, batch: int) -> None:
     done = 0
-    server.command("SLOWLOG", "RESET")
     while done < count:
-        began = time.perf_counter()
-        claim = await storage.claim(QUEUE, BATCH, worker=WORKER, lease_ms=60_000)
-        times.append(1000 * (time.perf_counter() - began))
-        await storage.settle(QUEUE, [Complete(job.id, job.fence or 0) for job in claim.jobs], worker=WORKER)
+        claim = await storage.claim(QUEUE, batch, worker=WORKER, lease_ms=LEASE_MS)
+        await storage.settle(QUEUE, [Complete(job.id, _fence(job)) for job in claim.jobs], worker=WORKER)
         done += len(claim.jobs)
-    times.sort()
-    shares = (0.5, 0.9, 0.99, 0.999)
-    points = [(100 * share, times[min(int(share * len(times)), len(times) - 1)]) for share in shares]
-    slow = server.command("SLOWLOG", "LEN")
-    assert isinstance(slow, int)
-    return [
-        Curve(f"{count:,} jobs due at one instant", "percentile", "ms a claim of 100, as its caller sees it", points,
-              f"{slow} of {2 * len(times)} calls took the server longer than 10 ms (at most 1 in 1,000)",
-              slow <= len(times) / 500)
-    ]  # fmt: skip
+
+
+def _fence(job: Job) -> int:
+    assert job.run is not None
+    return job.run.fence
 
 
 async def idle_workers(server: Server, quick: bool) -> list[Curve]:
-    """Jobs one at a time for several workers that have nothing else to do: how many of them ask for it?"""
+    """Jobs one at a time for several workers that have nothing else to do: how many of them ask for each?"""
     points: list[tuple[float, float]] = []
     jobs = 50 if quick else 200
-    for count in (1, 2, 4, 8, 16)[: 3 if quick else 5]:
-        claims = 0
-        claim = CheckedStorage.claim
-
-        async def counted(self: CheckedStorage, *args: Any, **options: Any) -> Any:
-            nonlocal claims
-            claims += 1
-            return await claim(self, *args, **options)  # noqa: B023
-
+    for count in (1, 2, 4) if quick else (1, 2, 4, 8, 16):
         async with AsyncExitStack() as stack:
-            apps = [_app(server, "idle") for _ in range(count)]
-            for app in apps:
-                await stack.enter_async_context(app)
+            for _ in range(count):
+                app = await stack.enter_async_context(_app(server, "idle", ["nothing"]))
                 await stack.enter_async_context(app.worker())
-            producer = await stack.enter_async_context(_app(server, "idle"))
-            await asyncio.sleep(1.5)
-            with mock.patch.object(CheckedStorage, "claim", counted):
-                for number in range(jobs):
-                    await producer.queue("nothing").call({"number": number})
+            producer = await stack.enter_async_context(_app(server, "idle", ["nothing"]))
+            await asyncio.sleep(SETTLE_S)
+            with Monitor(server) as monitor:
+                for n in range(jobs):
+                    await producer.queue("nothing").call({"number": n})
                     await asyncio.sleep(0.005)
-                asked = claims
-        points.append((count, asked / jobs))
-    most = max(y for _, y in points)
-    return [
-        Curve("Workers that wait for one queue", "workers", "claims a job", points,
-              f"at most {most:.2f} claims a job (at most 1.2)", most <= 1.2)
-    ]  # fmt: skip
+        claims = sum(command.startswith('"FCALL"') and '"claim"' in command for command in monitor.sent)
+        points.append((count, claims / jobs))
+    most = max(claims for _, claims in points)
+    name = f"1 to {points[-1][0]:.0f} idle workers on one queue, claims per job"
+    target = Judged(name, f"≤ {CLAIMS_A_JOB}", f"{most:.2f}", most <= CLAIMS_A_JOB)
+    return [Curve("Workers that wait for one queue", "workers", "claims a job", points, target)]
 
 
 async def many_queues(server: Server, quick: bool) -> list[Curve]:
     """What a worker that serves many queues asks the server while it is idle, and what a job costs it."""
     idle: list[tuple[float, float]] = []
     busy: list[tuple[float, float]] = []
-    for count in (1, 10, 50, 200)[: 2 if quick else 4]:
-        app = Holdfast(server.url, namespace=f"queues-{count}")
-        for number in range(count):
-            app.task(name=f"q{number}")(_nothing)
+    seconds, jobs = (2, 500) if quick else (5, 4_000)
+    for count in (1, 10) if quick else (1, 10, 50, 200):
+        names = [f"q{n}" for n in range(count)]
+        app = _app(server, f"queues-{count}", names)
         async with app, app.worker():
-            await asyncio.sleep(1.5)
-            before = _commands(server)
-            await asyncio.sleep(2 if quick else 5)
-            idle.append((count, (_commands(server) - before) / (2 if quick else 5)))
-            jobs = 500 if quick else 4_000
+            await asyncio.sleep(SETTLE_S)
+            with Monitor(server) as monitor:
+                await asyncio.sleep(seconds)
+            idle.append((count, len(monitor.sent) / seconds))
             began = time.process_time()
-            bounds = [app.queue(f"q{number % count}").bind({"number": number}) for number in range(jobs)]
-            await app.enqueue_many(bounds)
+            await app.enqueue_many(app.queue(names[n % count]).bind({"number": n}) for n in range(jobs))
             while sum(queue.ready + queue.running for queue in (await app.stats()).queues):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             busy.append((count, 1e6 * (time.process_time() - began) / jobs))
-    most = max(y for _, y in idle)
+    most = max(sent for _, sent in idle)
+    name = f"idle commands/s, {idle[-1][0]} queues"
+    target = Judged(name, f"≤ {IDLE_COMMANDS}", number(most), most <= IDLE_COMMANDS)
     return [
-        Curve("A worker of many queues, idle", "queues", "commands a second", idle,
-              f"at most {most:.1f} commands a second (at most 3)", most <= 3),
+        Curve("A worker of many queues, idle", "queues", "commands a second that it sends", idle, target),
         Curve("A worker of many queues, busy", "queues", "µs of CPU a job, enqueue and look included", busy),
-    ]  # fmt: skip
-
-
-def _commands(server: Server) -> float:
-    """What clients have asked so far: calls of functions, and waits for a token."""
-    stats = server.info("commandstats")
-    return sum(
-        calls(stats.get(f"cmdstat_{name}", "")) for name in ("fcall", "eval", "blpop", "ssubscribe", "client|id")
-    )
+    ]
 
 
 async def _nothing(number: int) -> None:
     pass
 
 
-def _app(server: Server, namespace: str) -> Holdfast[Any]:
+def _app(server: Server, namespace: str, queues: list[str]) -> Holdfast[Any]:
     app: Holdfast[Any] = Holdfast(server.url, namespace=namespace)
-    app.task(name="nothing")(_nothing)
+    for name in queues:
+        app.task(name=name)(_nothing)
     return app
 
 
-ON_A_STORAGE: tuple[Callable[[Storage, Server, bool], Awaitable[list[Curve]]], ...] = (
-    backlog,
-    kept,
-    payloads,
-    due_at_once,
-)
-ON_A_SERVER: tuple[Callable[[Server, bool], Awaitable[list[Curve]]], ...] = (idle_workers, many_queues)
-
-
 async def curves(quick: bool) -> list[Curve]:
+    """Each on a server of its own."""
     found: list[Curve] = []
-    for bench in ON_A_STORAGE:
-        print(f"  {bench.__name__} …", flush=True)
-        with Server("valkey", "--slowlog-log-slower-than", str(SLOW_US)) as server:
+    percentiles = ("--latency-tracking-info-percentiles", " ".join(map(str, PERCENTILES)))
+    for on_storage in (backlog, kept, payloads, due_at_once):
+        print(f"  {on_storage.__name__} …", flush=True)
+        with Server("valkey", *percentiles) as server:
             async with connect(server.url) as storage:
-                found += await bench(storage, server, quick)
-    for on_server in ON_A_SERVER:
+                found += await on_storage(storage, server, quick)
+    for on_server in (idle_workers, many_queues):
         print(f"  {on_server.__name__} …", flush=True)
         with Server("valkey") as server:
             found += await on_server(server, quick)
@@ -240,52 +230,42 @@ async def curves(quick: bool) -> list[Curve]:
 
 
 def markdown(found: list[Curve]) -> str:
-    lines = [
-        "# Scale",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, Valkey on loopback.",
-        "",
-    ]
+    day = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, Valkey on loopback.\n"
+    parts = ["# Scale\n", "Written by `./dev bench scale`.\n", day]
     for curve in found:
-        lines += [f"## {curve.title}", "", f"![{curve.title}]({_file(curve)})", ""]
-        lines += [f"| {curve.grows} | " + " | ".join(f"{x:,.4g}" for x, _ in curve.points) + " |"]
-        lines += ["|---|" + "---|" * len(curve.points)]
-        lines += [f"| {curve.unit} | " + " | ".join(f"{y:,.4g}" for _, y in curve.points) + " |", ""]
-        if curve.target:
-            lines += [f"{'Met' if curve.met else 'MISSED'}: {curve.target}.", ""]
-    return "\n".join(lines)
+        parts += [f"## {curve.title}\n", f"![{curve.title}]({_file(curve)})\n"]
+        heads = [curve.grows, *(number(size) for size, _ in curve.points)]
+        parts.append(table(heads, [[curve.unit, *(number(value) for _, value in curve.points)]], of_numbers=True))
+    return "\n".join([*parts, "## Targets\n", targets(curve.target for curve in found if curve.target is not None)])
 
 
 def _file(curve: Curve) -> str:
     return "scale-" + "".join(c if c.isalnum() else "-" for c in curve.title.lower()).strip("-") + ".svg"
 
 
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 260, 60, 30, 44, 50
+LINE = "#0b7285"
+
+
 def svg(curve: Curve) -> str:
     """A line over points that are equally far apart: they grow by factors."""
-    width, height, left, top, bottom = 560, 260, 60, 40, 50
-    most = max(y for _, y in curve.points) * 1.1 or 1.0
-    step = (width - left - 30) / max(len(curve.points) - 1, 1)
-    places = [
-        (left + at * step, height - bottom - (height - bottom - top) * y / most)
-        for at, (_, y) in enumerate(curve.points)
-    ]
+    most = max(value for _, value in curve.points) * 1.1 or 1.0
+    step = (WIDTH - LEFT - RIGHT) / max(len(curve.points) - 1, 1)
+    ground = HEIGHT - BOTTOM
+    places = [(LEFT + at * step, ground - (ground - TOP) * value / most) for at, (_, value) in enumerate(curve.points)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    text = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="22" font-size="15">{escape(curve.title)}: {escape(curve.unit)}</text>',
-        f'<line x1="{left}" y1="{height - bottom}" x2="{width - 10}" y2="{height - bottom}" stroke="#999"/>',
-        f'<polyline points="{line}" fill="none" stroke="#2b6cb0" stroke-width="2"/>',
+    shapes = [
+        f'<line x1="{LEFT}" y1="{ground}" x2="{WIDTH - 10}" y2="{ground}" stroke="{FAINT}"/>',
+        f'<polyline points="{line}" fill="none" stroke="{LINE}" stroke-width="2"/>',
+        text(WIDTH / 2, HEIGHT - 8, curve.grows, anchor="middle"),
     ]
     for (x, y), (size, value) in zip(places, curve.points, strict=True):
-        text += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#2b6cb0"/>',
-            f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{value:,.4g}</text>',
-            f'<text x="{x:.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#666">{size:,.4g}</text>',
+        shapes += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{LINE}"/>',
+            text(x, y - 8, number(value), anchor="middle"),
+            text(x, ground + 18, number(size), anchor="middle"),
         ]
-    text.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle" fill="#666">{escape(curve.grows)}</text>')
-    return "\n".join([*text, "</svg>"]) + "\n"
+    return plot(WIDTH, HEIGHT, f"{curve.title}: {curve.unit}", shapes)
 
 
 def main() -> None:

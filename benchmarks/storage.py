@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import itertools
 import os
 import platform
 import sqlite3
@@ -21,19 +20,17 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from benchmarks import redis_storage
+from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Statements
+from benchmarks.pages import Judged, table, targets
 from holdfast.jobs import Complete, Lease, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
-QUEUE = "bench"
-WORKER = "bench-worker"
-LEASE_MS = 60_000
 PAYLOAD, LARGE = b"x" * 100, b"x" * 1_048_576
 ROUNDS, FLAT_ROUNDS = 5, 9
 FEW, MANY = 10_000, 1_000_000
@@ -102,95 +99,44 @@ class Stored:
         return None
 
 
-COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
-INSERT = (
-    "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
-    " VALUES (1, ?, 'waiting', NULL, 5, ?, ?, NULL, NULL, ?, ?)"
-)
-DUE = (
-    f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = 1 AND until_at IS NULL AND priority = 5 AND run_at <= ?"
-    " ORDER BY run_at, arrival LIMIT ?"
-)
-LEASE = "UPDATE holdfast_jobs SET state = 'running', until_at = ?, worker = ?, rest = ? WHERE queue = 1 AND id = ?"
-EXTEND = "UPDATE holdfast_jobs SET until_at = ?, rest = ? WHERE queue = 1 AND id = ?"
-CANCEL = "UPDATE holdfast_jobs SET state = 'cancelled', until_at = ?, rest = ? WHERE queue = 1 AND id = ?"
-DELETE = "DELETE FROM holdfast_jobs WHERE queue = 1 AND id = ?"
-EXPIRED = "SELECT id FROM holdfast_jobs WHERE queue = 1 AND state = 'running' AND until_at <= ? LIMIT 100"
-REST, REST_OF_RUN = bytes(35), bytes(73)
-"""As long as what a storage keeps of such jobs besides the columns."""
-
-
 class Raw:
     """The bare statements on the same schema: no checks, counts, fences, replies or events."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute("PRAGMA cache_size = -65536")
-        self._db.executescript(resources.files("holdfast.storage").joinpath("schema.sql").read_text())
-        self._arrivals = itertools.count(_now())
+        self._statements = Statements(path)
 
     async def aclose(self) -> None:
-        self._db.close()
+        self._statements.close()
 
     def make(self, count: int, payload: bytes = PAYLOAD) -> Items:
-        now = _now()
-        return [(new_id().encode(), now, next(self._arrivals), payload, REST) for _ in range(count)]
+        return [self._statements.row(new_id().encode(), payload) for _ in range(count)]
 
     async def enqueue(self, jobs: Items) -> None:
-        self._write(INSERT, jobs)
+        self._statements.enqueue(jobs)
 
     async def enqueue_together(self, jobs: Items) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        for job in jobs:
-            self._db.execute(INSERT, job)
-        self._db.execute("COMMIT")
+        self._statements.enqueue(jobs)
 
     async def claim(self, limit: int) -> Items:
-        now = _now()
-        until_at = now + 1000 * LEASE_MS
-        self._db.execute("BEGIN IMMEDIATE")
-        rows = self._db.execute(DUE, (now, limit)).fetchall()
-        self._db.executemany(LEASE, [(until_at, WORKER, REST_OF_RUN, row[0]) for row in rows])
-        self._db.execute("COMMIT")
-        return [(row[0],) for row in rows]
+        return self._statements.claim(limit)
 
     async def extend(self, leases: Items) -> None:
-        until_at = _now() + 1000 * LEASE_MS
-        self._write(EXTEND, [(until_at, REST_OF_RUN, id) for (id,) in leases])
+        self._statements.extend(leases)
 
     async def settle(self, leases: Items) -> None:
-        self._write(DELETE, leases)
+        self._statements.settle(leases)
 
     async def get(self, jobs: Items) -> object:
-        marks = ",".join("?" * len(jobs))
-        statement = f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = 1 AND id IN ({marks})"
-        return self._db.execute(statement, [job[0] for job in jobs]).fetchall()
+        return self._statements.get(jobs)
 
     async def cancel(self, jobs: Items) -> None:
-        until_at = _now() + 3_600_000_000
-        self._write(CANCEL, [(until_at, REST_OF_RUN, job[0]) for job in jobs])
+        self._statements.cancel(jobs)
 
     async def sweep(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute(EXPIRED, (_now(),)).fetchall()
-        self._db.execute("COMMIT")
+        self._statements.sweep()
 
     async def forget(self) -> None:
-        self._db.execute("DELETE FROM holdfast_jobs WHERE state = 'cancelled'")
-
-    def _write(self, statement: str, rows: Items) -> None:
-        if len(rows) == 1:
-            self._db.execute(statement, rows[0])
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany(statement, rows)
-        self._db.execute("COMMIT")
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
+        self._statements.forget()
 
 
 class Sample(msgspec.Struct):
@@ -342,13 +288,6 @@ class Cost(msgspec.Struct):
     cpu_ratio: float
 
 
-class Target(msgspec.Struct):
-    name: str
-    wanted: str
-    measured: str
-    met: bool
-
-
 Rows = dict[str, dict[str, Cost]]
 """Row, contender: the base is raw."""
 Flatness = dict[str, dict[str, tuple[Cost, Cost]]]
@@ -363,7 +302,7 @@ class Report(msgspec.Struct):
     machine: str
     rows: Rows
     flatness: Flatness
-    targets: list[Target]
+    targets: list[Judged]
 
 
 def compare(samples: Sequence[Sample], bases: Sequence[Sample]) -> Cost:
@@ -445,33 +384,33 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def judge(rows: Rows, flatness: Flatness) -> list[Target]:
+def judge(rows: Rows, flatness: Flatness) -> list[Judged]:
     bulk = max(rows[HUNDRED]["sqlite"].jobs_per_s, rows[MOST]["sqlite"].jobs_per_s)
     drained = rows[DRAIN]["sqlite"].jobs_per_s
     single = rows[SINGLE]["sqlite"]
     part = f"{100 / single.cpu_ratio:.0f} % by CPU, {100 / single.wall_ratio:.0f} % by wall"
-    targets = [
-        Target("enqueue 100 or 250", "≥ 70,000/s", f"{bulk:,.0f}/s", bulk >= 70_000),
-        Target(DRAIN, "≥ 25,000/s", f"{drained:,.0f}/s", drained >= 25_000),
-        Target("enqueue 1, of the raw rate", "≥ 50 %", part, single.cpu_ratio <= 2),
+    judged = [
+        Judged("enqueue 100 or 250", "≥ 70,000/s", f"{bulk:,.0f}/s", bulk >= 70_000),
+        Judged(DRAIN, "≥ 25,000/s", f"{drained:,.0f}/s", drained >= 25_000),
+        Judged("enqueue 1, of the raw rate", "≥ 50 %", part, single.cpu_ratio <= 2),
     ]
     for verb, costs in flatness.items():
         _, many = costs["sqlite"]
         ratio = f"{many.cpu_ratio:.2f} by CPU, {many.wall_ratio:.2f} by wall"
-        targets.append(Target(f"{verb}, {MANY:,} ÷ {FEW:,} queued", "≤ 1.15", ratio, many.cpu_ratio <= 1.15))
-    return targets
+        judged.append(Judged(f"{verb}, {MANY:,} ÷ {FEW:,} queued", "≤ 1.15", ratio, many.cpu_ratio <= 1.15))
+    return judged
 
 
 def render(report: Report) -> str:
-    intro = f"Python {report.python}, SQLite {report.sqlite}, {report.machine}. Medians; µs are CPU time per job."
+    intro = f"Python {report.python}, SQLite {report.sqlite}, {report.machine}. Medians; µs are CPU time per job.\n"
     heads = ["row", "sqlite jobs/s", "µs", "raw jobs/s", "µs", "CPU ÷ raw", "wall ÷ raw", "memory jobs/s", "µs"]
-    parts = [intro, _table(heads, [_line(name, costs) for name, costs in report.rows.items()])]
+    parts = [intro, table(heads, [_line(name, costs) for name, costs in report.rows.items()], of_numbers=True)]
     if report.flatness:
         heads = ["flatness", f"{FEW:,}: jobs/s", "µs", f"{MANY:,}: jobs/s", "µs", "CPU ratio", "wall ratio"]
         pairs = [(f"{verb}, {who}", *both) for verb, costs in report.flatness.items() for who, both in costs.items()]
-        parts.append(_table(heads, [[name, *_cells(few), *_cells(many), *_ratios(many)] for name, few, many in pairs]))
-    targets = [[target.name, target.wanted, target.measured, _verdict(target)] for target in report.targets]
-    return "\n\n".join([*parts, _table(["target", "wanted", "measured", ""], targets)])
+        rows = [[name, *_cells(few), *_cells(many), *_ratios(many)] for name, few, many in pairs]
+        parts.append(table(heads, rows, of_numbers=True))
+    return "\n".join([*parts, targets(report.targets)])
 
 
 def _line(name: str, costs: dict[str, Cost]) -> list[str]:
@@ -487,15 +426,6 @@ def _ratios(cost: Cost) -> list[str]:
     return [f"{cost.cpu_ratio:.2f}", f"{cost.wall_ratio:.2f}"]
 
 
-def _verdict(target: Target) -> str:
-    return "met" if target.met else "not met"
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, rule, *lines))
-
-
 async def main() -> tuple[bool, bool]:
     parser = argparse.ArgumentParser(prog="./dev bench storage", description="What a job costs, verb by verb.")
     parser.add_argument("--quick", action="store_true", help="small counts, one round, no million: a few seconds")
@@ -507,8 +437,8 @@ async def main() -> tuple[bool, bool]:
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         rows = await measure_rows(Path(folder), asked.quick)
         flatness = await measure_flatness(Path(folder)) if million else {}
-    targets = judge(rows, flatness)
-    report = Report(platform.python_version(), sqlite3.sqlite_version, machine, rows, flatness, targets)
+    judged = judge(rows, flatness)
+    report = Report(platform.python_version(), sqlite3.sqlite_version, machine, rows, flatness, judged)
     if asked.json is not None:
         asked.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     print(render(report))

@@ -38,7 +38,7 @@ CALLS = more("calls_rate", "round trips, 100 waiters")
 CALL = less("call_p50", "call p50")
 CALL_P99 = less("call_p99", "call p99")
 PICKUP = less("pickup_p50", "pickup p50")
-IDLE = less("idle_commands", "idle commands/s")
+IDLE = less("idle_sent", "idle commands/s, sent")
 BYTES = less("bytes", "bytes per queued job")
 
 
@@ -47,6 +47,8 @@ class Run(msgspec.Struct):
 
     about: dict[str, str]
     rounds: list[dict[str, Measured]]
+    bytes_queued: dict[str, float] = {}
+    """Of one job through our own storage, by server, where that was measured."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -89,10 +91,3 @@ def failures(run: Run, system: str) -> list[str]:
     """Why rounds of it ended early, each reason once, with how often."""
     reasons = [turn[system].failure for turn in run.rounds if system in turn and turn[system].failure]
     return [f"{reason} ({reasons.count(reason)} of {len(run.rounds)} rounds)" for reason in dict.fromkeys(reasons)]
-
-
-def number(value: float) -> str:
-    """With three digits or so."""
-    if value >= 100 or value == 0:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if value >= 0.1 else f"{value:.2f}"

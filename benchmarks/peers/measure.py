@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.monitor import Monitor
 from benchmarks.peers.common import AT_ONCE, MARK
 from benchmarks.peers.systems import System
 from tests.servers import LAUNCH, Server
@@ -36,6 +37,8 @@ STALL_S = 20.0
 SETTLE_S = 0.5
 """After the last job has begun: until what is sent in batches is sent."""
 WARM = 20
+LOOKS = ('"INFO" "cpu"', '"INFO" "commandstats"')
+"""What we ask ourselves while others are watched."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -136,12 +139,15 @@ class _Round:
             self.keep_server("drain", left, before, after)
 
     def idle(self, worker: Process) -> None:
-        before, cpu, began = self.look(), worker.cpu_s(), time.monotonic()
-        time.sleep(self.sizes.idle_s)
-        seconds = time.monotonic() - began
-        self.figures["idle_cpu"] = 100 * (worker.cpu_s() - cpu) / seconds
-        if self.server is not None:
-            calls = self.look().calls - before.calls
+        monitor = Monitor(self.server) if self.server is not None else None
+        with monitor or nullcontext():
+            before, cpu, began = self.look(), worker.cpu_s(), time.monotonic()
+            time.sleep(self.sizes.idle_s)
+            seconds, calls = time.monotonic() - began, self.look().calls - before.calls
+            self.figures["idle_cpu"] = 100 * (worker.cpu_s() - cpu) / seconds
+        if monitor is not None:
+            sent = [command for command in monitor.sent if command not in LOOKS]
+            self.figures["idle_sent"] = len(sent) / seconds
             self.figures["idle_commands"] = calls.total() / seconds
             self.measured.commands["idle"] = per(calls, seconds)
 

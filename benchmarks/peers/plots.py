@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from xml.sax.saxutils import escape
 
+from benchmarks.pages import INK, number, plot, text
 from benchmarks.peers.figures import (
     BULK,
     CALL,
@@ -16,10 +16,9 @@ from benchmarks.peers.figures import (
     Metric,
     Run,
     Spread,
-    number,
     spread,
 )
-from benchmarks.peers.systems import HOLDFAST, System
+from benchmarks.peers.systems import System
 
 PLOTS = {
     "worker-cpu": (WORKER_CPU, "Worker CPU per job, µs"),
@@ -31,38 +30,44 @@ PLOTS = {
 }
 
 WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 860, 170, 130, 44, 18, 6
-OURS, THEIRS, INK, FAINT = "#0b7285", "#adb5bd", "#212529", "#495057"
+OURS, THEIRS, LIMITS = "#0b7285", "#adb5bd", "#e9c46a"
+
+
+def drawn(run: Run, systems: Sequence[System]) -> dict[str, tuple[Metric, str]]:
+    """The plots that have anything to show."""
+    return {
+        name: (metric, title)
+        for name, (metric, title) in PLOTS.items()
+        if any(spread(run, system.name, metric.name) for system in systems)
+    }
 
 
 def svg(run: Run, systems: Sequence[System], metric: Metric, title: str) -> str:
     """A bar for each system that has the figure, the best first, with a line from the least to the most."""
-    found = [(system.name, spread(run, system.name, metric.name)) for system in systems]
-    bars = [(name, what) for name, what in found if what is not None and what.median > 0]
+    found = [(system, spread(run, system.name, metric.name)) for system in systems]
+    bars = [(system, what) for system, what in found if what is not None and what.median > 0]
     bars.sort(key=lambda bar: bar[1].median, reverse=metric.better == "more")
     length = Scale([what for _, what in bars])
     height = TOP + len(bars) * (BAR + GAP) + 10
     best = "longer is better" if metric.better == "more" else "shorter is better"
     logarithmic = ", logarithmic" if _spans(bar for _, bar in bars) else ""
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="10" y="22" font-size="15" fill="{INK}">{escape(title)}</text>',
-        f'<text x="{WIDTH - 10}" y="22" text-anchor="end" fill="{FAINT}">{best}{logarithmic}</text>',
-    ]
-    for place, (name, what) in enumerate(bars):
+    shapes = [text(WIDTH - 10, 22, best + logarithmic, anchor="end")]
+    for place, (system, what) in enumerate(bars):
         y = TOP + place * (BAR + GAP)
         middle, end = y + BAR / 2, LEFT + length(what.median)
-        colour = OURS if name.startswith(HOLDFAST) else THEIRS
         farthest = max(end, LEFT + length(what.most))
-        lines += [
-            f'<text x="{LEFT - 8}" y="{middle + 4}" text-anchor="end" fill="{INK}">{escape(name)}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR}" fill="{colour}"/>',
+        shapes += [
+            text(LEFT - 8, middle + 4, system.name, INK, anchor="end"),
+            f'<rect x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" height="{BAR}" fill="{_colour(system)}"/>',
             f'<line x1="{LEFT + length(what.least):.1f}" x2="{LEFT + length(what.most):.1f}" y1="{middle}" '
             f'y2="{middle}" stroke="{INK}"/>',
-            f'<text x="{farthest + 6:.1f}" y="{middle + 4}" fill="{FAINT}">{number(what.median)}</text>',
+            text(farthest + 6, middle + 4, number(what.median)),
         ]
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return plot(WIDTH, height, title, shapes)
+
+
+def _colour(system: System) -> str:
+    return LIMITS if system.is_limit else THEIRS if system.packages else OURS
 
 
 class Scale:

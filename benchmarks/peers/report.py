@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.pages import number, table, targets
 from benchmarks.peers.figures import (
     BULK,
     BYTES,
@@ -23,13 +24,22 @@ from benchmarks.peers.figures import (
     Spread,
     failures,
     less,
-    number,
     ratio,
+    reference,
     spread,
 )
-from benchmarks.peers.plots import PLOTS
+from benchmarks.peers.plots import drawn
 from benchmarks.peers.systems import System
 from benchmarks.peers.targets import judged
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One of the reports that are made of a run."""
+
+    name: str
+    """Of its files."""
+    title: str
+    command: str
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -67,10 +77,26 @@ TABLES = (
             less("bulk_commands", "commands per job, bulk"),
             less("enqueue_commands", "commands per job, one at a time"),
             IDLE,
+            less("idle_commands", "with those in scripts"),
             less("idle_cpu", "idle worker CPU, %"),
         ),
-        "Commands are those that the server counts, those inside of scripts as well.",
+        "Commands are those that the server counts, those inside of scripts as well; only of an idle worker it is also "
+        "told what clients sent.",
     ),
+)
+LIMITED = (
+    (WORKER_CPU, "worker CPU of a drain, µs"),
+    (SERVER_CPU, "server CPU, bulk + drain, µs"),
+    (DRAIN, "drain, jobs/s"),
+    (BULK, "enqueue in bulk, jobs/s"),
+    (ENQUEUE, "enqueue one at a time, jobs/s"),
+    (PICKUP, "pickup p50, ms"),
+    (BYTES, "bytes per queued job"),
+)
+LIMITS = (
+    "What nothing on our schema can be much faster than: our own functions over a blocking socket, and bare statements "
+    "on our own tables, claimed and settled by the hundred; nothing is checked, retried or answered. They are no "
+    "peers, since nobody could use them.\n"
 )
 RATIOS = (WORKER_CPU, SERVER_CPU, DRAIN, BULK, ENQUEUE, CALLS, CALL, CALL_P99, PICKUP, BYTES)
 
@@ -83,33 +109,58 @@ def _cell(found: Spread | None) -> str:
     return f"{number(found.median)} ({number(found.least)}..{number(found.most)})"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
-    return "\n".join("| " + " | ".join(line) + " |" for line in escaped) + "\n"
-
-
-def markdown(run: Run, systems: Sequence[System]) -> str:
+def markdown(run: Run, systems: Sequence[System], page: Page) -> str:
+    peers = [system for system in systems if system.packages]
+    contenders = [system for system in systems if not system.is_limit]
+    limits = [system for system in systems if system.is_limit]
     parts = [
-        "# Side by side\n",
-        "Written by `./dev bench peers`; how it is measured: [benchmarks](../README.md).\n",
-        _table(["", ""], [[name, what] for name, what in run.about.items()]),
+        f"# {page.title}\n",
+        f"Written by `{page.command}`; how it is measured: [benchmarks](../README.md).\n",
+        table(["", ""], [[name, what] for name, what in run.about.items()]),
         "Medians of the rounds (least..most). `-`: the system cannot, or the round did not get so far.\n",
-        *(f"![{title}]({name}.svg)\n" for name, (_, title) in PLOTS.items()),
+        *(f"![{title}]({page.name}-{name}.svg)\n" for name, (_, title) in drawn(run, systems).items()),
     ]
-    for table in TABLES:
-        parts += [f"## {table.title}\n", *([table.foreword + "\n"] if table.foreword else [])]
-        rows = [[system.name, *(_cell(spread(run, system.name, m.name)) for m in table.metrics)] for system in systems]
-        parts.append(_table(["", *(metric.title for metric in table.metrics)], rows))
-    parts += ["Which commands, for each job of a drain, and in each second of an idle worker:\n"]
-    parts.append(_table(["", "drain", "idle"], _commands(run, systems)))
-    parts += ["## How many times better Holdfast is\n", "Below 1, the other one is better.\n"]
-    rows = [[system.name, *(_times(ratio(run, system, metric)) for metric in RATIOS)] for system in systems]
-    parts.append(_table(["", *(metric.title for metric in RATIOS)], rows))
-    parts += ["## Targets\n", _table(["", "target", "measured", ""], judged(run, systems))]
-    parts += ["## The systems\n", _table(["", "versions", "jobs", "bulk", "setting"], _described(run, systems))]
+    if contenders:
+        parts += _contenders(run, contenders)
+    if peers:
+        parts += ["## How many times better Holdfast is\n", "Below 1, the other one is better.\n"]
+        rows = [[system.name, *(_times(ratio(run, system, metric)) for metric in RATIOS)] for system in contenders]
+        parts.append(table(["", *(metric.title for metric in RATIOS)], rows))
+    if limits:
+        parts += ["## The limits\n", LIMITS, _limits(run, systems, limits)]
+    if run.bytes_queued:
+        rows = [[server, number(size)] for server, size in run.bytes_queued.items()]
+        parts += ["## A queued job of 100 bytes\n", table(["", "bytes in memory"], rows)]
+    if contenders:
+        # A run without peers leaves most targets open.
+        known = [row for row in judged(run, systems) if peers or row.met is not None]
+        parts += ["## Targets\n", targets(known)]
+    parts += ["## The systems\n", table(["", "versions", "jobs", "bulk", "setting"], _described(run, systems))]
     parts += ["## What failed\n", _failed(run, systems)]
     return "\n".join(parts)
+
+
+def _contenders(run: Run, systems: Sequence[System]) -> list[str]:
+    parts: list[str] = []
+    for part in TABLES:
+        parts += [f"## {part.title}\n", *([part.foreword + "\n"] if part.foreword else [])]
+        rows = [[system.name, *(_cell(spread(run, system.name, m.name)) for m in part.metrics)] for system in systems]
+        parts.append(table(["", *(metric.title for metric in part.metrics)], rows))
+    parts += ["Which commands, for each job of a drain, and in each second of an idle worker:\n"]
+    return [*parts, table(["", "drain", "idle"], _commands(run, systems))]
+
+
+def _limits(run: Run, systems: Sequence[System], limits: Sequence[System]) -> str:
+    """Each limit, and beside it how near Holdfast comes, if it was measured as well."""
+    heads, columns = [""], [[title for _, title in LIMITED]]
+    for limit in limits:
+        heads.append(limit.name)
+        columns.append([_cell(spread(run, limit.name, metric.name)) for metric, _ in LIMITED])
+        if any(system.name == reference(limit) for system in systems):
+            heads += [reference(limit), "of the limit"]
+            columns.append([_cell(spread(run, reference(limit), metric.name)) for metric, _ in LIMITED])
+            columns.append([_times(ratio(run, limit, metric)) for metric, _ in LIMITED])
+    return table(heads, zip(*columns, strict=True))
 
 
 def _times(value: float | None) -> str:

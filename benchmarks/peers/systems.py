@@ -23,7 +23,7 @@ class System(msgspec.Struct, frozen=True):
     adapter: str
     """A file beside this one."""
     packages: tuple[str, ...]
-    """As pip or npm understand them; none for Holdfast itself, which runs from this tree."""
+    """As pip or npm understand them; none for what runs from this tree: Holdfast, and its limits."""
     jobs: int
     """How many are drained in a round: what takes it a few seconds."""
     variant: str = ""
@@ -48,11 +48,17 @@ class System(msgspec.Struct, frozen=True):
 
     @property
     def python_path(self) -> str:
-        """Where the adapter and what it shares with others are found; and Holdfast, if it is that."""
-        return str(HERE) if self.packages else f"{HERE}:{ROOT / 'src'}"
+        """Where the adapter and what it shares with others are found; and this tree, if it is ours."""
+        return str(HERE) if self.packages else f"{HERE}:{ROOT}:{ROOT / 'src'}"
+
+    @property
+    def is_limit(self) -> bool:
+        """No queue, but what one on our schema can reach at best."""
+        return self.adapter == LIMIT_ADAPTER
 
 
 HOLDFAST, HOLDFAST_SQLITE = "holdfast", "holdfast, SQLite"
+LIMIT, LIMIT_SQLITE, LIMIT_ADAPTER = "limit", "limit, SQLite", "with_limit.py"
 
 _SAQ = ("saq[redis,hiredis]>=0.26,<1", "typing_extensions")
 _HUEY = ("huey>=3.5,<4", "redis>=5", "hiredis")
@@ -178,6 +184,22 @@ SYSTEMS = (
         4_000,
         on="sqlite",
         note="one job at a time; has no results; a pop takes as long as the queue; looks for jobs every 1 ms",
+    ),
+    System(
+        LIMIT,
+        LIMIT_ADAPTER,
+        (),
+        60_000,
+        note="our own functions over a blocking socket, claim and settle 100; nothing is checked, nobody is answered",
+    ),
+    System(
+        LIMIT_SQLITE,
+        LIMIT_ADAPTER,
+        (),
+        40_000,
+        variant="sqlite",
+        on="sqlite",
+        note="the bare statements on our own schema, 100 in a transaction; synchronous=NORMAL; looks every 1 ms",
     ),
 )
 

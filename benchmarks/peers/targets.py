@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.pages import Judged, number
 from benchmarks.peers.figures import (
     BULK,
     BYTES,
@@ -20,15 +21,14 @@ from benchmarks.peers.figures import (
     WORKER_CPU,
     Metric,
     Run,
-    number,
     ratio,
     spread,
 )
-from benchmarks.peers.systems import HOLDFAST, HOLDFAST_SQLITE, System
+from benchmarks.peers.systems import HOLDFAST, HOLDFAST_SQLITE, LIMIT, System
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a figure of ours shall be: at most or at least a number, or so many times another's."""
+    """What a figure of ours shall be: at most a number, or so many times better than another's."""
 
     what: str
     ours: str
@@ -42,6 +42,7 @@ PROCESSES = "holdfast, processes"
 TARGETS = (
     Target("drain, inline, against SAQ", HOLDFAST, DRAIN, 10, "saq"),
     Target("drain, inline, against BullMQ on Node", HOLDFAST, DRAIN, 2, "bullmq"),
+    Target("drain, inline, against the limit", HOLDFAST, DRAIN, 0.5, LIMIT),
     Target("drain, processes, against Celery prefork", PROCESSES, DRAIN, 10, "celery, prefork"),
     Target("drain, processes, against the best Python peer", PROCESSES, DRAIN, 3, "best Python"),
     Target("worker CPU per job, inline, µs", HOLDFAST, WORKER_CPU, 30),
@@ -53,33 +54,34 @@ TARGETS = (
     Target("call p99", HOLDFAST, CALL_P99, 1, "best"),
     Target("round trips with 100 waiters", HOLDFAST, CALLS, 2, "best"),
     Target("pickup p50", HOLDFAST, PICKUP, 1, "best"),
-    Target("idle commands/s", HOLDFAST, IDLE, 3),
-    Target("bytes per queued job", HOLDFAST, BYTES, 340),
+    Target("idle commands/s, one queue", HOLDFAST, IDLE, 3),
+    Target("bytes per queued job, Valkey", HOLDFAST, BYTES, 340),
     Target("SQLite: drain, against Huey", HOLDFAST_SQLITE, DRAIN, 5, "huey, SQLite"),
     Target("SQLite: bulk, against litequeue", HOLDFAST_SQLITE, BULK, 0.9, "litequeue"),
     Target("SQLite: call p50 across processes, ms", HOLDFAST_SQLITE, CALL, 5),
 )
 
 
-def judged(run: Run, systems: Sequence[System]) -> list[list[str]]:
-    """A row for each target; one that cannot be judged is told as such."""
-    return [_row(run, systems, target) for target in TARGETS]
+def judged(run: Run, systems: Sequence[System]) -> list[Judged]:
+    """One for each target; what cannot be judged is told as such."""
+    return [_judged(run, systems, target) for target in TARGETS]
 
 
-def _row(run: Run, systems: Sequence[System], target: Target) -> list[str]:
-    sign = "≥" if target.metric.better == "more" or target.rival else "≤"
+def _judged(run: Run, systems: Sequence[System], target: Target) -> Judged:
     ours = spread(run, target.ours, target.metric.name)
     if not target.rival:
-        wanted = f"{sign} {number(target.bound)}"
+        wanted = f"≤ {number(target.bound)}"
         if ours is None:
-            return [target.what, wanted, "-", "not measured"]
-        return [target.what, wanted, number(ours.median), "met" if ours.median <= target.bound else "**missed**"]
+            return Judged(target.what, wanted)
+        return Judged(target.what, wanted, number(ours.median), ours.median <= target.bound)
     rival = _rival(run, systems, target)
-    wanted = f"{sign} {number(target.bound)} × {target.rival if rival is None else rival.name}"
+    wanted = f"≥ {number(target.bound)} × {target.rival if rival is None else rival.name}"
+    theirs = None if rival is None else spread(run, rival.name, target.metric.name)
     times = None if rival is None else ratio(run, rival, target.metric, target.ours)
-    if times is None:
-        return [target.what, wanted, "-", "not measured"]
-    return [target.what, wanted, f"{number(times)} ×", "met" if times >= target.bound else "**missed**"]
+    if ours is None or theirs is None or times is None:
+        return Judged(target.what, wanted)
+    both = f"{number(ours.median)} against {number(theirs.median)}"
+    return Judged(target.what, wanted, f"{number(times)} × ({both})", times >= target.bound)
 
 
 def _rival(run: Run, systems: Sequence[System], target: Target) -> System | None:

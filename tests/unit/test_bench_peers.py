@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import common, figures, plots, report, targets
-from benchmarks.peers.__main__ import chosen, write
+from benchmarks.peers.__main__ import PAGE, chosen
 from benchmarks.peers.measure import Failed, Marks, Measured, Process, Sizes, measure
-from benchmarks.peers.systems import HERE, HOLDFAST, HOLDFAST_SQLITE, SYSTEMS, System
+from benchmarks.peers.run import write
+from benchmarks.peers.systems import HERE, HOLDFAST, HOLDFAST_SQLITE, LIMIT, LIMIT_SQLITE, SYSTEMS, System
+from tests.servers import Server
 
 BY_NAME = {system.name: system for system in SYSTEMS}
 OURS, SAQ, LITEQUEUE = BY_NAME[HOLDFAST], BY_NAME["saq"], BY_NAME["litequeue"]
@@ -76,31 +79,55 @@ def test_server_cpu_is_that_of_both_steps_or_not_known() -> None:
 
 
 def test_the_report_names_every_system_what_failed_and_what_is_missing() -> None:
-    text = report.markdown(a_run(), [OURS, SAQ, LITEQUEUE])
+    text = report.markdown(a_run(), [OURS, SAQ, LITEQUEUE], PAGE)
     assert "| holdfast | 2,000 (200..2,400) | - |" in text
     assert "- saq: drain: <it> hung (1 of 3 rounds)" in text
     assert text.count("| litequeue | -") >= len(report.TABLES)
-    assert "| drain, inline, against SAQ | ≥ 10 × saq | 15 × | met |" in text
+    assert "| drain, inline, against SAQ | ≥ 10 × saq | 15 × (2,000 against 105) | met |" in text
     assert "| worker CPU per job, inline, µs | ≤ 30 | 12 | met |" in text
     assert "| enqueue, one at a time | ≥ 1 × best | - | not measured |" in text
 
 
 def test_the_commands_of_a_system_do_not_break_its_row() -> None:
     run = figures.Run({}, [{"saq": Measured(commands={"drain": {"get": 2.0, "client|setinfo": 0.5}, "idle": {}})}])
-    assert "| saq | get 2 client\\|setinfo 0.5 | none |" in report.markdown(run, [SAQ])
+    assert "| saq | get 2 client\\|setinfo 0.5 | none |" in report.markdown(run, [SAQ], PAGE)
 
 
 def test_a_missed_target_stays_in_the_table() -> None:
     run = figures.Run(
         {}, [{HOLDFAST: measured(call_p50=3), "saq": measured(call_p50=2), "huey": measured(call_p50=1.5)}]
     )
-    rows = {row[0]: row[1:] for row in targets.judged(run, [OURS, SAQ, BY_NAME["huey"]])}
-    assert rows["call p50"] == ["≥ 1 × huey", "0.5 ×", "**missed**"]
+    rows = {row.what: row for row in targets.judged(run, [OURS, SAQ, BY_NAME["huey"]])}
+    row = rows["call p50"]
+    assert (row.wanted, row.measured, row.verdict) == ("≥ 1 × huey", "0.5 × (3 against 1.5)", "**missed**")
+
+
+def test_the_limit_is_no_peer_and_stands_apart() -> None:
+    run = figures.Run(
+        {}, [{HOLDFAST: measured(drain_rate=30), LIMIT: measured(drain_rate=50), "saq": measured(drain_rate=2)}]
+    )
+    systems = [OURS, SAQ, BY_NAME[LIMIT]]
+    rows = {row.what: row for row in targets.judged(run, systems)}
+    assert rows["drain, inline, against the limit"].measured == "0.6 × (30 against 50)"
+    best = targets.Target("drain", HOLDFAST, figures.DRAIN, 1, "best")
+    assert targets._rival(run, systems, best) is SAQ
+    text = report.markdown(run, systems, PAGE)
+    tables, _, limits = text.partition("## The limits")
+    assert "| limit |" not in tables
+    assert "| drain, jobs/s | 50 | 30 | 0.6 × |" in limits
+
+
+def test_a_run_without_peers_tells_only_the_targets_it_can_judge() -> None:
+    run = figures.Run({}, [{HOLDFAST: measured(drain_rate=30)}], {"redis 7.0.15": 328.4})
+    text = report.markdown(run, [OURS], PAGE)
+    assert "How many times better" not in text
+    assert "not measured" not in text
+    assert "| redis 7.0.15 | 328 |" in text
 
 
 def test_jobs_that_ran_twice_are_told() -> None:
     run = figures.Run({}, [{"saq": measured(drain_rate=1, drain_again=3)}])
-    assert "- saq: up to 3 jobs ran more than once in a drain" in report.markdown(run, [SAQ])
+    assert "- saq: up to 3 jobs ran more than once in a drain" in report.markdown(run, [SAQ], PAGE)
 
 
 @pytest.mark.parametrize("known", [{}, {"drain_rate": 0.0}, {"drain_rate": 5.0}])
@@ -122,10 +149,9 @@ def test_a_plot_has_a_bar_for_each_system_the_best_first_and_within_its_frame() 
 
 
 def test_everything_is_written(tmp_path: Path) -> None:
-    write(a_run(), [OURS, SAQ], tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "peers.json", "peers.md", *(f"{name}.svg" for name in plots.PLOTS)
-    }  # fmt: skip
+    write(a_run(), [OURS, SAQ], PAGE, tmp_path)
+    names = {"peers.json", "peers.md", "peers-drain.svg", "peers-worker-cpu.svg"}
+    assert {file.name for file in tmp_path.iterdir()} == names
 
 
 def test_each_adapter_is_listed_and_each_listed_one_is_there() -> None:
@@ -222,14 +248,27 @@ def test_a_client_that_ends_fails_with_what_it_said(tmp_path: Path) -> None:
     process.kill()
 
 
+LITTLE = Sizes(enqueued=20, jobs=300, calls=5, waited=100, picked=3, idle_s=0.1)
+
+
 def test_a_round_of_holdfast_itself_has_every_figure() -> None:
     """The one adapter that needs nothing installed, on a file: the others are of the same make."""
-    sizes = Sizes(enqueued=20, jobs=300, calls=5, waited=100, picked=3, idle_s=0.1)
-    result = measure(BY_NAME[HOLDFAST_SQLITE], None, sizes)
+    result = measure(BY_NAME[HOLDFAST_SQLITE], None, LITTLE)
     assert result.failure == ""
     wanted = {metric.name for table in report.TABLES for metric in table.metrics}
-    of_a_server = {name for name in wanted if "server" in name or "commands" in name}
+    of_a_server = {name for name in wanted if "server" in name or "commands" in name or name == "idle_sent"}
     assert set(result.figures) >= wanted - of_a_server - {"drain_worker_us"}
+    assert "drain_again" not in result.figures
+
+
+@pytest.mark.parametrize("name", [LIMIT, LIMIT_SQLITE])
+def test_a_round_of_a_limit_has_the_figures_that_it_is_for(name: str) -> None:
+    with Server("valkey") if name == LIMIT else nullcontext() as server:
+        result = measure(BY_NAME[name], server, LITTLE)
+    assert result.failure == ""
+    known = {metric.name for metric, _ in report.LIMITED} - {"drain_worker_us", "server_us"}
+    assert set(result.figures) >= known
+    assert ("idle_sent" in result.figures) == (name == LIMIT)
     assert "drain_again" not in result.figures
 
 
