@@ -837,8 +837,8 @@ end
 -- Tell those who listen to the queue, and those who wait for one of its jobs: one message each for the whole step.
 local function publish(books)
   if books.events then call('SPUBLISH', books.queue .. ':events', table.concat(books.events)) end
-  local notices, inboxes = books.notices or {}, {}
-  for at = 1, #notices, 2 do
+  local notices, inboxes = books.notices, {}
+  for at = 1, notices and #notices or 0, 2 do
     local waiters, packed = notices[at], notices[at + 1]
     for place = 1, #waiters, WAITER_BYTES do
       append(list_of(inboxes, sub(waiters, place, place + WAITER_BYTES - 1)), packed)
@@ -1081,12 +1081,11 @@ end
 -- The verbs: engine.py. Arguments come after the verb, the client and its number.
 
 local function read_request(head)
-  local request, has_payload, named, updates, takes_payload, resets_counts = {client = CLIENT}, nil, nil, nil, nil, nil
-  request.priority, has_payload, named, updates, takes_payload, request.rule, resets_counts, request.when, request.at,
-    request.keep_ms = unpack_from('<BBBBBBBBI8I8', head)
-  request.has_payload, request.named, request.updates = has_payload == 1, named == 1, updates == 1
-  request.takes_payload, request.resets_counts = takes_payload == 1, resets_counts == 1
-  return request
+  local priority, has_payload, named, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
+    unpack_from('<BBBBBBBBI8I8', head)
+  return {client = CLIENT, priority = priority, has_payload = has_payload == 1, named = named == 1, updates = updates == 1,
+    takes_payload = takes_payload == 1, rule = rule, resets_counts = resets_counts == 1, when = when, at = at,
+    keep_ms = keep_ms, id = '', terms = '', payload = nil}
 end
 
 local function enqueue_all(books, ids, requests, replies, outcomes)
