@@ -16,6 +16,8 @@ LOWER_FIRST_EVERY = 16
 """Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
 times is waited for."""
 MAX_CLAIM = 250
+LARGE_CLAIM = 50
+"""What fits beyond this is claimed in halves: the first is run while the storage looks for the second."""
 MAX_SUSPECTS = 10
 """With so many jobs of a queue in hand that wait for a spare room, no more of it are claimed."""
 MAX_BLOCK_S = 60.0
@@ -273,8 +275,9 @@ class Fleet:
         frees = self._frees()
         if len(due) == 1 and not self._held and (fitting := self._fitting(due[0], frees)) > 0:
             self._plans += 1
-            self._reserve(due[0], frees, fitting)
-            return self._ordered([Order(due[0].queue, fitting)])
+            limit = _at_once(fitting)
+            self._reserve(due[0], frees, limit)
+            return self._ordered([Order(due[0].queue, limit)])
         orders = self._fill_held_rooms(due, frees, now)
         ready = self._without_the_blocked([queue for queue in due if not queue.places], frees, now)
         if not (ready or orders):
@@ -462,6 +465,11 @@ class Fleet:
                 self._reserve(queue, frees, limit)
                 runs_left -= limit
         return orders
+
+
+def _at_once(fitting: int) -> int:
+    """How many of the jobs that fit are claimed now."""
+    return min(fitting, max(fitting // 2, LARGE_CLAIM))
 
 
 def _take(frees: dict[int, int], size: int, count: int) -> dict[int, int]:

@@ -37,9 +37,9 @@ def run_all(fleet: Fleet, orders: Iterable[Order]) -> None:
 @pytest.mark.parametrize(
     ("served", "capacity", "most", "limit"),
     [
-        (Served("q", size=10), 1_000, None, 100),
+        (Served("q", size=10), 500, None, 50),
+        (Served("q", size=10), 500, 40, 40),
         (Served("q", size=7), 100, None, 14),
-        (Served("q", size=1), 1_000, None, 250),
         (Served("q", size=10, concurrency=3), 1_000, None, 3),
         (Served("q", size=10), 1_000, 5, 5),
         (Served("q", size=10, concurrency=3), 1_000, 5, 3),
@@ -49,6 +49,18 @@ def run_all(fleet: Fleet, orders: Iterable[Order]) -> None:
 )
 def test_one_queue_gets_all_that_fits(served: Served, capacity: int, most: int | None, limit: int) -> None:
     assert limits(fleet(served, capacity=capacity, most=most).plan(0.0)) == {"q": limit}
+
+
+@pytest.mark.parametrize(
+    ("size", "claims"), [(10, [50, 50]), (9, [55, 50, 6]), (1, [125, 125, 125, 125, 125, 125, 125, 62, 50, 13])]
+)
+def test_a_queue_that_has_much_room_gets_it_in_halves(size: int, claims: list[int]) -> None:
+    one = fleet(Served("q", size=size), capacity=1_000)
+    got: list[int] = []
+    while orders := one.plan(0.0):
+        got += [order.limit for order in orders]
+        run_all(one, orders)
+    assert got == claims
 
 
 def test_what_runs_takes_room_and_gives_it_back() -> None:
