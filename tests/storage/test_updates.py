@@ -723,3 +723,21 @@ async def test_every_request_of_a_batch_has_a_generation_of_its_own(stage: Stage
     replies = await stage.storage.enqueue("q", [request(id=f"{n}") for n in range(50)])
     generations = [reply.generation for reply in replies]
     assert generations == sorted(set(generations))
+
+
+@pytest.mark.parametrize("known", ["0", "49", "50", "119"])
+async def test_ids_that_nobody_chose_may_be_there_all_the_same(stage: Stage, known: str) -> None:
+    (before,) = await stage.storage.enqueue("q", [Request(known, Work(b"payload"))])
+    replies = await stage.storage.enqueue("q", [Request(f"{n}", Work(b"payload")) for n in range(120)])
+    assert {reply.id for reply in replies if reply.placed is not Placed.NEW} == {known}
+    assert replies[int(known)] == Enqueued(known, Placed.DUPLICATE, before.generation, State.WAITING)
+    stats = await stage.stats()
+    assert (stats.ready, stats.totals["enqueued"]) == (120, 120)
+
+
+async def test_an_id_that_nobody_chose_may_be_in_a_batch_twice(stage: Stage) -> None:
+    names = [f"{n}" for n in range(100)] + ["7"]
+    replies = await stage.storage.enqueue("q", [Request(name, Work(b"payload")) for name in names])
+    assert [reply.placed for reply in replies] == [Placed.NEW] * 100 + [Placed.DUPLICATE]
+    assert replies[100].generation == replies[7].generation
+    assert (await stage.stats()).totals["enqueued"] == 100

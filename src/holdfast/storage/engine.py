@@ -76,7 +76,7 @@ class Engine:
     def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
         books = self._open(queue)
         books.sweep_forgotten(FORGET_ON_ENQUEUE)
-        replies = _enqueue(books, requests)
+        replies = _start(books, requests) or _enqueue(books, requests)
         books.close()
         return replies
 
@@ -335,6 +335,19 @@ class Engine:
             ledger.time = books.time
             self.table.write_ledger(queue)
         return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
+
+
+def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
+    """Enqueue ids that nobody chose: they are new, so nothing is read first. None if one is not: nothing was done."""
+    if any(request.named for request in requests):
+        return None
+    newest = books.time.last_stamp
+    started = [machine.enqueue(None, request, books.time) for request in requests]
+    jobs = [step.job for step, _ in started if step.job is not None]
+    if len(jobs) == len(started) and books.add(jobs):
+        return [reply for _, reply in started]
+    books.time.last_stamp = newest
+    return None
 
 
 def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:

@@ -76,6 +76,19 @@ def rest_of(job: Job) -> bytes:
     )
 
 
+def new_row(job: Job) -> tuple[bytearray, int, int, int, bytearray | None, bytearray]:
+    """What is bound for a new record, which waits: id, priority, run_at, arrival, payload, rest."""
+    work = job.work
+    payload = None if work.payload is None else bytearray(work.payload)
+    return blob_of(job.id), work.priority, job.run_at, job.arrival, payload, bytearray(rest_of(job))
+
+
+def blob_of(id: str) -> bytearray:
+    """An id to be bound. As bytes it would cost more: Python's module looks for an adapter for those each time, but
+    takes a bytearray as it is."""
+    return bytearray(id, "utf-8", "surrogateescape")
+
+
 def job_of(row: Row) -> Job:
     """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
     id, _, _, priority, run_at, arrival, payload, packed = row[:8]
