@@ -26,6 +26,7 @@ from holdfast.jobs import (
     Lease,
     Orders,
     Page,
+    Placed,
     Problem,
     QueueStats,
     Repaired,
@@ -338,14 +339,19 @@ class Engine:
 
 
 def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
-    """Enqueue ids that nobody chose: they are new, so nothing is read first. None if one is not: nothing was done."""
-    if any(request.named for request in requests):
+    """Enqueue ids that nobody chose. They are new, so nothing is read first, and all become at once what the machine
+    would make of each. None if one has a wall time or no payload, or is there already: then nothing was done."""
+    if any(request.named or request.run_at is not None or request.work.payload is None for request in requests):
         return None
-    newest = books.time.last_stamp
-    started = [machine.enqueue(None, request, books.time) for request in requests]
-    jobs = [step.job for step, _ in started if step.job is not None]
-    if len(jobs) == len(started) and books.add(jobs):
-        return [reply for _, reply in started]
+    now, newest = books.now, books.time.last_stamp
+    jobs: list[Job] = []
+    for request in requests:
+        stamp = books.time.stamp()
+        run_at = now + 1000 * (request.delay_ms or 0)
+        keep_until_at = now + 1000 * request.keep_ms if request.keep_ms else 0
+        jobs.append(Job(request.id, request.work, stamp, run_at, stamp, keep_until_at=keep_until_at))
+    if books.add(jobs):
+        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
     books.time.last_stamp = newest
     return None
 
