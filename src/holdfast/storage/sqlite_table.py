@@ -30,7 +30,7 @@ ROWS_A_STATEMENT = 50
 
 @functools.cache
 def _insert(rows: int) -> str:
-    """New records always wait. Literals, because binding a value that is no plain number or text costs more than it."""
+    """New records always wait, so most of a row need not be bound."""
     row = "(?1, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
     return (
         "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
@@ -47,6 +47,7 @@ _UPDATE = (
     "UPDATE holdfast_jobs SET state = ?, view = nullif(?, ''), priority = ?, run_at = ?, arrival = ?, until_at = ?,"
     " worker = nullif(?, ''), rest = ?{payload} WHERE queue = ? AND id = ?"
 )
+"""Empty text is no view, and no worker: see `changed_row`."""
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
 
