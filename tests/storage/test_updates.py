@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from holdfast.jobs import Enqueued, Job, Outcome, Placed, Request, Settled, State, Update, Work
@@ -723,3 +724,34 @@ async def test_every_request_of_a_batch_has_a_generation_of_its_own(stage: Stage
     replies = await stage.storage.enqueue("q", [request(id=f"{n}") for n in range(50)])
     generations = [reply.generation for reply in replies]
     assert generations == sorted(set(generations))
+
+
+@pytest.mark.parametrize("known", ["0", "49", "50", "119"])
+async def test_ids_that_nobody_chose_may_be_there_all_the_same(stage: Stage, known: str) -> None:
+    (before,) = await stage.storage.enqueue("q", [Request(known, Work(b"payload"))])
+    replies = await stage.storage.enqueue("q", [Request(f"{n}", Work(b"payload")) for n in range(120)])
+    assert {reply.id for reply in replies if reply.placed is not Placed.NEW} == {known}
+    assert replies[int(known)] == Enqueued(known, Placed.DUPLICATE, before.generation, State.WAITING)
+    stats = await stage.stats()
+    assert (stats.ready, stats.totals["enqueued"]) == (120, 120)
+
+
+async def test_an_id_that_nobody_chose_may_be_in_a_batch_twice(stage: Stage) -> None:
+    names = [f"{n}" for n in range(100)] + ["7"]
+    replies = await stage.storage.enqueue("q", [Request(name, Work(b"payload")) for name in names])
+    assert [reply.placed for reply in replies] == [Placed.NEW] * 100 + [Placed.DUPLICATE]
+    assert replies[100].generation == replies[7].generation
+    assert (await stage.stats()).totals["enqueued"] == 100
+
+
+@pytest.mark.parametrize("asked", [{}, {"delay": 5}, {"run_at": True}, {"keep": 30}, {"update": Update()}], ids=str)
+async def test_a_new_job_is_the_same_whether_or_not_its_id_was_chosen(stage: Stage, asked: dict[str, Any]) -> None:
+    if "run_at" in asked:
+        asked = {"run_at": stage.wall(5)}
+    chosen = await stage.enqueue("chosen", b"asked", **ASKED, **asked)
+    given = await stage.enqueue("given", b"asked", named=False, **ASKED, **asked)
+    assert (given.placed, given.generation) == (Placed.NEW, chosen.generation + 1)
+    job = await stage.the("given")
+    assert job.arrival == job.generation == given.generation
+    first = {"id": "chosen", "named": True, "generation": chosen.generation, "arrival": chosen.generation}
+    assert msgspec.structs.replace(job, **first) == await stage.the("chosen")

@@ -48,6 +48,14 @@ class Books:
             self.note(kind, id, generation, 0 if after is None else after.run_at)
         return after
 
+    def add(self, jobs: Sequence[Job]) -> bool:
+        """Write new jobs at once, without having read what there is. False if that would have made a difference."""
+        if not self.table.add(self.queue, jobs):
+            return False
+        for job in jobs:
+            self.note(Kind.ENQUEUED, job.id, job.generation, job.run_at)
+        return True
+
     def note(self, kind: Kind, id: str, generation: int = 0, run_at: int = 0) -> None:
         totals = self.ledger.totals
         totals[kind] = totals.get(kind, 0) + 1

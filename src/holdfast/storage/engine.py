@@ -26,6 +26,7 @@ from holdfast.jobs import (
     Lease,
     Orders,
     Page,
+    Placed,
     Problem,
     QueueStats,
     Repaired,
@@ -76,7 +77,7 @@ class Engine:
     def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
         books = self._open(queue)
         books.sweep_forgotten(FORGET_ON_ENQUEUE)
-        replies = _enqueue(books, requests)
+        replies = _start(books, requests) or _enqueue(books, requests)
         books.close()
         return replies
 
@@ -335,6 +336,24 @@ class Engine:
             ledger.time = books.time
             self.table.write_ledger(queue)
         return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
+
+
+def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
+    """Enqueue ids that nobody chose. They are new, so nothing is read first, and all become at once what the machine
+    would make of each. None if one has a wall time or no payload, or is there already: then nothing was done."""
+    if any(request.named or request.run_at is not None or request.work.payload is None for request in requests):
+        return None
+    now, newest = books.now, books.time.last_stamp
+    jobs: list[Job] = []
+    for request in requests:
+        stamp = books.time.stamp()
+        run_at = now + 1000 * (request.delay_ms or 0)
+        keep_until_at = now + 1000 * request.keep_ms if request.keep_ms else 0
+        jobs.append(Job(request.id, request.work, stamp, run_at, stamp, keep_until_at=keep_until_at))
+    if books.add(jobs):
+        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
+    books.time.last_stamp = newest
+    return None
 
 
 def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:

@@ -37,6 +37,11 @@ class MemoryQueue:
         index, at = index_of(job)
         bisect.insort(self.indexes[index], (at, key))
 
+    def add(self, key: bytes, job: Job) -> None:
+        self.records[key] = job
+        self.place(key, job)
+        count(self.ledger, job.state, view_of(job), 1)
+
     def displace(self, key: bytes, job: Job) -> None:
         index, at = index_of(job)
         entries = self.indexes[index]
@@ -93,6 +98,15 @@ class MemoryTable:
         records = self._queues[queue].records
         return {id: job for id in ids if (job := records.get(id_bytes(id))) is not None}
 
+    def add(self, queue: str, jobs: Sequence[Job]) -> bool:
+        into = self._queues[queue]
+        new = {id_bytes(job.id): job for job in jobs}
+        if len(new) < len(jobs) or not into.records.keys().isdisjoint(new):
+            return False
+        for key, job in new.items():
+            into.add(key, job)
+        return True
+
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
         into = self._queues[queue]
         for change in changes:
@@ -104,9 +118,7 @@ class MemoryTable:
                     into.displace(key, change.before)
                 count(into.ledger, change.before.state, view_of(change.before), -1)
             if change.after is not None:
-                into.records[key] = change.after
-                into.place(key, change.after)
-                count(into.ledger, change.after.state, view_of(change.after), 1)
+                into.add(key, change.after)
             else:
                 del into.records[key]
         self.events.extend(events)

@@ -121,3 +121,24 @@ def place_of(job: Job) -> Row:
     state, key = index_of(job)
     until_at = None if state is State.WAITING else key[0]
     return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
+
+
+# What is bound to a statement. Python's module takes text, numbers and bytearrays as they are, but looks for an adapter
+# for every bytes and None that it meets, which takes longer than all the rest: so there are few of them here.
+
+
+def blob_of(id: str) -> bytearray:
+    return bytearray(id, "utf-8", "surrogateescape")
+
+
+def new_row(job: Job) -> Row:
+    """A new record, which waits: id, priority, run_at, arrival, payload, rest."""
+    work = job.work
+    payload = None if work.payload is None else bytearray(work.payload)
+    return blob_of(job.id), work.priority, job.run_at, job.arrival, payload, bytearray(rest_of(job))
+
+
+def changed_row(job: Job) -> Row:
+    """What `place_of` says, with empty text for no view and no worker; and the rest."""
+    state, view, priority, run_at, arrival, until_at, worker = place_of(job)
+    return state, view or "", priority, run_at, arrival, until_at, worker or "", bytearray(rest_of(job))

@@ -6,10 +6,11 @@ they are kept from one transaction to the next for as long as no other connectio
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -18,21 +19,37 @@ from holdfast.clock import Clock, QueueTime
 from holdfast.events import Event, Kind
 from holdfast.jobs import LIVE, PRIORITIES, Job, State, WorkerStats
 from holdfast.storage.checks import clean_id, id_bytes
-from holdfast.storage.rows import COLUMNS, UNREADABLE, Row, job_of, place_of, rest_of
+from holdfast.storage.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
 from holdfast.storage.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of
 
-_INSERT = (
-    "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
-    " VALUES (?, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
-)
-"""A new record always waits. Literals, because binding a value that is no plain number or text costs more than it."""
+T = TypeVar("T")
+
+ROWS_A_STATEMENT = 50
+"""Rows that are inserted or deleted by one statement: one for each costs half as much again."""
+
+
+@functools.cache
+def _insert(rows: int) -> str:
+    """New records always wait, so most of a row need not be bound."""
+    row = "(?1, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
+    return (
+        "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
+        f" VALUES {', '.join([row] * rows)}"
+    )
+
+
+@functools.cache
+def _delete(rows: int) -> str:
+    return f"DELETE FROM holdfast_jobs WHERE queue = ? AND id IN ({', '.join('?' * rows)})"
+
+
 _UPDATE = (
-    "UPDATE holdfast_jobs SET state = ?, view = ?, priority = ?, run_at = ?, arrival = ?, until_at = ?, worker = ?,"
-    " rest = ?{payload} WHERE queue = ? AND id = ?"
+    "UPDATE holdfast_jobs SET state = ?, view = nullif(?, ''), priority = ?, run_at = ?, arrival = ?, until_at = ?,"
+    " worker = nullif(?, ''), rest = ?{payload} WHERE queue = ? AND id = ?"
 )
+"""Empty text is no view, and no worker: see `changed_row`."""
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
-_DELETE = "DELETE FROM holdfast_jobs WHERE queue = ? AND id = ?"
 
 _DUE = (
     " UNION ALL ".join(
@@ -186,7 +203,7 @@ class SqliteTable:
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
         if self.ledger(queue) is None:
             return {}
-        keys = {id_bytes(id) for id in ids}
+        keys = list(map(blob_of, ids))
         marks = ",".join("?" * len(keys))
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
@@ -205,48 +222,73 @@ class SqliteTable:
 
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
         number, ledger = self._numbers[queue], self._ledgers[queue]
-        inserts: list[Row] = []
+        inserts: list[Job] = []
         updates: list[Row] = []
         updates_all: list[Row] = []
-        deletes: list[Row] = []
+        deletes: list[str] = []
         for change in changes:
-            key, before, after = id_bytes(change.id), change.before, change.after
+            before, after = change.before, change.after
             if before is not None:
-                old = self._damaged.pop((number, key), None)
-                state, view = old or (before.state, view_of(before))
-                count(ledger, state, view, -1)
-                if old is not None:
-                    self._count_damaged(ledger, before, state)
+                self._count_out(queue, before)
             if after is None:
-                deletes.append((number, key))
+                deletes.append(change.id)
                 continue
-            place = place_of(after)
-            count(ledger, place[0], place[1], 1)
             if before is None:
-                inserts.append((number, key, *place[2:5], after.work.payload, rest_of(after)))
-            elif before.work is after.work and before is not after:
-                updates.append((*place, rest_of(after), number, key))
+                inserts.append(after)
+                continue
+            count(ledger, after.state, view_of(after), 1)
+            payload = after.work.payload
+            if before.work is after.work and before is not after:
+                updates.append((*changed_row(after), number, blob_of(after.id)))
             else:
-                updates_all.append((*place, rest_of(after), after.work.payload, number, key))
-        for statement, rows in (
-            (_DELETE, deletes),
-            (_INSERT, inserts),
-            (_UPDATE_MOST, updates),
-            (_UPDATE_ALL, updates_all),
-        ):
+                updates_all.append((*changed_row(after), payload and bytearray(payload), number, blob_of(after.id)))
+                self.payload_bytes += len(payload or b"")
+        self._delete(queue, deletes)
+        for statement, rows in ((_UPDATE_MOST, updates), (_UPDATE_ALL, updates_all)):
             if rows:
                 self._db.executemany(statement, rows)
+        for part in _parts(inserts):
+            self._insert(queue, part)
+        self._count_new(queue, inserts)
         self._dirty.add(queue)
         self.events.extend(events)
-        self.payload_bytes += sum(len(row[5] or b"") for row in inserts) + sum(
-            len(row[8] or b"") for row in updates_all
-        )
 
-    def _count_damaged(self, ledger: Ledger, job: Job, state: str) -> None:
+    def add(self, queue: str, jobs: Sequence[Job]) -> bool:
+        added = 0
+        try:
+            for part in _parts(jobs):
+                self._insert(queue, part)
+                added += len(part)
+        except sqlite3.IntegrityError:
+            self._delete(queue, [job.id for job in jobs[:added]])
+            return False
+        self._count_new(queue, jobs)
+        return True
+
+    def _delete(self, queue: str, ids: Sequence[str]) -> None:
+        for part in _parts(ids):
+            self._db.execute(_delete(len(part)), (self._numbers[queue], *map(blob_of, part)))
+
+    def _insert(self, queue: str, jobs: Sequence[Job]) -> None:
+        values: list[object] = [self._numbers[queue]]
+        for job in jobs:
+            values += new_row(job)
+        self._db.execute(_insert(len(jobs)), values)
+
+    def _count_new(self, queue: str, jobs: Sequence[Job]) -> None:
+        count(self._ledgers[queue], State.WAITING, None, len(jobs))
+        self.payload_bytes += sum(len(job.work.payload or b"") for job in jobs)
+
+    def _count_out(self, queue: str, job: Job) -> None:
         """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
-        ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
-        if state in LIVE:
-            ledger.totals[Kind.FAILED] = ledger.totals.get(Kind.FAILED, 0) + 1
+        ledger = self._ledgers[queue]
+        damaged = self._damaged.pop((self._numbers[queue], id_bytes(job.id)), None) if self._damaged else None
+        state, view = damaged or (job.state, view_of(job))
+        count(ledger, state, view, -1)
+        if damaged is not None:
+            ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
+            if state in LIVE:
+                ledger.totals[Kind.FAILED] = ledger.totals.get(Kind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
@@ -380,6 +422,11 @@ class SqliteTable:
 
     def remove_listener(self, address: str) -> None:
         self._db.execute("DELETE FROM holdfast_listeners WHERE address = ?", (address,))
+
+
+def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(rows), ROWS_A_STATEMENT):
+        yield rows[start : start + ROWS_A_STATEMENT]
 
 
 def _worker_of(worker: str, stats: bytes) -> WorkerStats:
