@@ -73,6 +73,8 @@ class Arguments:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What a call gives, by name. Raises the TypeError that the call itself would."""
+        if self._plain and not args and self._required <= kwargs.keys() <= self._names:
+            return kwargs
         if self._plain and len(args) <= len(self._positional):
             given = dict(zip(self._positional, args, strict=False))
             if not kwargs.keys() & given.keys() and kwargs.keys() <= self._names:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,9 @@ from holdfast.waiters import ask, wait
 
 URL_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_URL", "HOLDFAST_NAMESPACE"
 DEFAULT_NAMESPACE = "hf"
+
+PARTS_AT_ONCE = 4
+"""Of a long list, so many calls are on their way at a time: one is made ready while another is carried out."""
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -179,7 +182,8 @@ class Connection:
         return reply
 
     async def enqueue_many(self, bounds: Iterable[Bound[Any]]) -> list[tuple[Bound[Any], Enqueued]]:
-        """Send requests in as few calls as there can be, each queue's in order; replies in the order given."""
+        """Send requests in as few calls as there can be, each queue's in order; replies in the order given. If some
+        cannot be sent, others may have been."""
         every = _checked(bounds)
         queues: dict[str, list[int]] = defaultdict(list)
         for at, bound in enumerate(every):
@@ -187,15 +191,20 @@ class Connection:
         storage = self.storage
         replies: dict[int, Enqueued] = {}
 
-        async def send(queue: str, places: list[int]) -> None:
-            for part in batches(places, lambda at: _size(every[at])):
-                told = await storage.enqueue(queue, [every[at].request for at in part])
-                replies.update(zip(part, told, strict=True))
+        async def send(queue: str, part: list[int]) -> None:
+            told = await storage.enqueue(queue, [every[at].request for at in part])
+            replies.update(zip(part, told, strict=True))
 
-        await asyncio.gather(*(send(queue, places) for queue, places in queues.items()))
-        for at, bound in enumerate(every):
-            bound.check(replies[at])
-        return [(bound, replies[at]) for at, bound in enumerate(every)]
+        async def send_all(queue: str, places: list[int]) -> None:
+            parts = batches(places, lambda at: _size(every[at]))
+            while few := list(itertools.islice(parts, PARTS_AT_ONCE)):
+                _raise_first(await asyncio.gather(*(send(queue, part) for part in few), return_exceptions=True))
+
+        _raise_first(await asyncio.gather(*(send_all(*both) for both in queues.items()), return_exceptions=True))
+        sent = [(bound, replies[at]) for at, bound in enumerate(every)]
+        for bound, reply in sent:
+            bound.check(reply)
+        return sent
 
     def enqueue_in(self, transaction: object, bounds: Iterable[Bound[Any]]) -> list[tuple[Bound[Any], Enqueued | None]]:
         """Enqueue inside of somebody's transaction. Neighbours that go to one queue travel together."""
@@ -267,6 +276,12 @@ class Bound(Generic[R_co]):
 
     def __repr__(self) -> str:
         return f"<a request for job {self.id!r} in {self.queue}>"
+
+
+def _raise_first(ended: Sequence[BaseException | None]) -> None:
+    for error in ended:
+        if error is not None:
+            raise error
 
 
 def _checked(bounds: Iterable[Bound[Any]]) -> list[Bound[Any]]:

@@ -6,7 +6,7 @@ Payloads, results and errors are bytes that no storage looks into.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import os
 import time
 from enum import StrEnum
@@ -194,7 +194,7 @@ _SORTED = bytes.maketrans(
 def new_id() -> str:
     """An id that nobody else makes, and that sorts by the time it was made: 22 characters, 80 random bits."""
     bits = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(10)
-    return base64.b64encode(bits).translate(_SORTED)[:22].decode()
+    return binascii.b2a_base64(bits, newline=False).translate(_SORTED)[:22].decode()
 
 
 class Update(Value, frozen=True):

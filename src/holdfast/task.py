@@ -273,13 +273,16 @@ class Definition:
             self.name,
             self.arguments.encode(self._app.codecs, codec, given),
             codec.name,
-            lambda: self.arguments.returns,
+            self._returns,
             options,
             id=None if self._make_id is None or options.get("id") is not None else self._make_id(given),
             update=self._update,
             priority=self._priority,
             limits=self._limits,
         )
+
+    def _returns(self) -> Any:
+        return self.arguments.returns
 
     def add_fail_handler(self, function: Callable[[Failure], object], options: HandlerOptions) -> None:
         check_known(f"on_failure of {self.name}", options, HandlerOptions)

@@ -119,6 +119,8 @@ class Hub:
 
     def publish(self, events: Sequence[Event], route: Route = everyone) -> None:
         """Hand events to the loops of those who listen to their queues. Callable from any thread."""
+        if not (self._to_queues or self._to_jobs):
+            return
         wanted: dict[Subscription, list[Event]] = {}
         with self._lock:
             for event in events:
