@@ -22,7 +22,7 @@ log = logging.getLogger("holdfast.worker")
 
 
 class Feed:
-    """Claims jobs for one worker, as many as it has room for. `begin` gets each, with the time its claim was sent."""
+    """Claims jobs for one worker, as many as it has room for. `begin` gets them, with the time their claim was sent."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Feed:
         worker: str,
         lease_ms: int,
         burst: bool,
-        begin: Callable[[str, Job, float], None],
+        begin: Callable[[str, Sequence[Job], float], None],
         busy: Callable[[], bool],
         is_heard: Callable[[], bool],
         trouble: Callable[[Exception, str], None],
@@ -78,8 +78,10 @@ class Feed:
         """Plan and claim, until stopped; in a burst, until nothing is ready any more."""
         async with asyncio.TaskGroup() as self._tasks:
             self.hear(self._fleet.queues)
-            await self._claim_until_stopped()
-            self._stopped = True
+            try:
+                await self._claim_until_stopped()
+            finally:
+                self._stopped = True
             claims = {task for task in self._going if task.get_name() == "claim"}
             if claims:  # What a claim brings now is given back. One that has no answer by then never began, or expires.
                 await asyncio.wait(claims, timeout=GIVE_UP_S)
@@ -109,7 +111,11 @@ class Feed:
 
     def _go(self, steps: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
-        task = self._tasks.create_task(steps, name=name)
+        try:
+            task = self._tasks.create_task(steps, name=name)
+        except RuntimeError:  # The group is ending, and takes no more.
+            steps.close()
+            return
         self._going.add(task)
         task.add_done_callback(self._going.discard)
 
@@ -152,8 +158,8 @@ class Feed:
             self._fleet.claimed(order.queue, order.limit, 0, loop.time() + pause)
             self._trouble(error, f"worker {self._worker} could not claim from {order.queue}")
         else:
-            for job in claim.jobs:
-                self._begin(order.queue, job, sent_at)
+            if claim.jobs:
+                self._begin(order.queue, claim.jobs, sent_at)
             self._fleet.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
         self._changed.set()
 

@@ -104,6 +104,8 @@ Ended = Returned | Raised | TimedOut | Crashed | Stopped
 
 def admit(job: Job, policy: Policy) -> Fail | None:
     """May a claimed job run? If it has stalled, timed out or been retried too often by now, it fails instead."""
+    if not (job.stalls or job.timeouts or job.retries):
+        return None
     if _over(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
         error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {_times(job.stalls)}")
         return _fail(job, error, policy)
@@ -117,6 +119,8 @@ def admit(job: Job, policy: Policy) -> Fail | None:
 def is_suspect(job: Job, policy: Policy) -> bool:
     """Must it run alone? It has stalled twice, or may not stall again: perhaps it is what kills its processes, and
     otherwise its neighbours must not be what fails it."""
+    if not job.stalls:
+        return False
     limit = _limit(job.work.max_stalls, policy.max_stalls, policy)
     return job.stalls >= 2 or (job.stalls == 1 and limit is not None and limit <= 1)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.errors import JobError
 from holdfast.events import Kind
-from holdfast.fleet import Fleet
+from holdfast.fleet import NEVER, Fleet
 from holdfast.jobs import Job
 from holdfast.policy import Ended, Terms, fence_of, is_suspect, timeout_ms
 
@@ -26,13 +26,15 @@ class Run:
     """A job that this worker has leased."""
 
     __slots__ = (
-        *("alone", "done", "extended_at", "given_up", "held", "job", "overdue"),
-        *("progress", "room", "started_at", "stopping", "terms", "timers"),
+        *("alone", "done", "extended_at", "given_up", "held", "job", "key", "overdue", "progress", "queue", "room"),
+        *("started_at", "stopping", "terms", "timers", "times_out_at"),
     )
 
     def __init__(self, terms: Terms, job: Job, extended_at: float) -> None:
         self.terms = terms
         self.job = job
+        self.queue = terms.queue
+        self.key = (terms.queue, job.id, fence_of(job))
         self.room: int | None = None
         """Where it runs; None while it waits for a room."""
         self.started_at: float | None = None
@@ -50,15 +52,9 @@ class Run:
         self.given_up = False
         """It does not end, and cannot be killed."""
         self.progress: bytes | None = None
+        self.times_out_at = NEVER
         self.timers: list[asyncio.TimerHandle] = []
-
-    @property
-    def queue(self) -> str:
-        return self.terms.queue
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.terms.queue, self.job.id, fence_of(self.job)
+        """Of a run that is asked to end."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +98,8 @@ class Executor(ABC):
         self._fleet: Fleet
         self._to: Listener
         self._runs: set[Run] = set()
+        self._next_timeout: asyncio.TimerHandle | None = None
+        """One timer for all runs: it rings when the first of them may have to be stopped."""
 
     async def open(self, fleet: Fleet, to: Listener) -> None:
         """Get ready to work for a worker."""
@@ -173,7 +171,23 @@ class Executor(ABC):
         self._fleet.started(run.queue, room)
         limit_ms = timeout_ms(run.job, run.terms.policy)
         if limit_ms is not None:
-            run.timers.append(loop.call_later(limit_ms / 1000, self.stop, run, "timeout"))
+            run.times_out_at = run.started_at + limit_ms / 1000
+            if self._next_timeout is None or run.times_out_at < self._next_timeout.when():
+                self._look_for_timeouts_at(run.times_out_at)
+
+    def _look_for_timeouts_at(self, at: float) -> None:
+        if self._next_timeout is not None:
+            self._next_timeout.cancel()
+        self._next_timeout = asyncio.get_running_loop().call_at(at, self._stop_timed_out, at)
+
+    def _stop_timed_out(self, now: float) -> None:
+        self._next_timeout = None
+        for run in self.runs:
+            if run.times_out_at <= now:
+                self.stop(run, "timeout")
+        next_at = min((run.times_out_at for run in self._runs if run.times_out_at > now), default=NEVER)
+        if next_at < NEVER:
+            self._look_for_timeouts_at(next_at)
 
     def _finish(self, run: Run, ended: Ended) -> None:
         """A run is over, and nothing of it is left."""

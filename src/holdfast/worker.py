@@ -236,28 +236,34 @@ class Worker:
 
     # Runs
 
-    def _begin(self, queue: str, job: Job, sent_at: float) -> None:
-        """A job was claimed, by a call that was sent then. As far as we know, its lease is as old as that."""
+    def _begin(self, queue: str, jobs: Sequence[Job], sent_at: float) -> None:
+        """Jobs were claimed, by a call that was sent then. As far as we know, their leases are as old as that."""
         terms = self._terms.get(queue)
         age_s = asyncio.get_running_loop().time() - sent_at
-        is_over = age_s >= self._lease_ms / 1000  # The answer was so long on its way that another may have the job.
+        is_over = age_s >= self._lease_ms / 1000  # The answer was so long on its way that another may have the jobs.
         if terms is None or is_over or self._stop_asked.is_set() or not self._fleet.serves(queue):
-            self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
+            for job in jobs:
+                self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
             return
-        if terms.policy.exclusive and self._still_runs(queue, job):
-            self._fleet.rest(queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
-            self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
+        for job in jobs:
+            self._start(terms, job, sent_at)
+        if age_s > self._lease_ms / 4000:
+            self._beat_soon()
+
+    def _start(self, terms: Terms, job: Job, sent_at: float) -> None:
+        if terms.policy.exclusive and self._still_runs(terms.queue, job):
+            self._fleet.rest(terms.queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
+            self._drain.put(terms.queue, Outcome(job, Release(job.id, fence_of(job))))
             return
         refused = admit(job, terms.policy)
         if refused is not None:
-            self._drain.put(queue, Outcome(job, refused))
+            self._drain.put(terms.queue, Outcome(job, refused))
             return
         run = Run(terms, job, sent_at)
         self._runs[run.key] = run
         self._executor.start(run)
-        if age_s > self._lease_ms / 4000:
-            self._beat_soon()
-        self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
+        if self._teller.hooks:
+            self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=terms.queue, id=job.id, attempt=job.attempts))
 
     def _still_runs(self, queue: str, job: Job) -> bool:
         """Does an earlier run of the same job go on here, whose lease was lost? It must not overlap with the next."""
