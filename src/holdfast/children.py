@@ -103,7 +103,6 @@ class Child:
         self._begin = begin
         self._to = to
         self._drain_grace_s = drain_grace_s
-        self._numbers: dict[Run, int] = {}
         self._answer: Hello | Broken | None = None
         self._doomed_at: float | None = None
         """Since when it has had a run that does not stop."""
@@ -275,13 +274,13 @@ class Child:
         """Have it run a job."""
         self.taken += 1
         self.runs[self.taken] = run
-        self._numbers[run] = self.taken
         job, id = without_odd_id(run.job)
         self._link.send(Start(self.taken, run.queue, job, id))
 
     def stop(self, run: Run, why: Why) -> None:
         """Tell it to stop a run."""
-        self._link.send(Stop(self._numbers[run], why))
+        number = next(number for number, its in self.runs.items() if its is run)
+        self._link.send(Stop(number, why))
 
     def tell(self, message: object) -> None:
         self._link.send(message)
@@ -305,14 +304,14 @@ class Child:
                 case Hello() | Broken():
                     self._answer = self._answer or message
                     self._turned.set()
+        now = _now()
         if not self.runs:
-            self.idle_since = _now()
-        self.see_to(_now())
+            self.idle_since = now
+        self.see_to(now)
 
     def _run_over(self, number: int, ended: Ended) -> None:
         run = self.runs.pop(number, None)
         if run is not None:  # Else it is no run of ours: a process in which a handler ran may say anything.
-            del self._numbers[run]
             self._to.run_over(self, run, ended)
 
     def _unsendable(self, message: object, error: Exception) -> None:

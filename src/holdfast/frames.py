@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -189,8 +189,7 @@ class Link(asyncio.Protocol, Generic[M]):
         await asyncio.get_running_loop().create_connection(lambda: self, sock=end)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one, but not by its class.
 
     def send(self, message: Any) -> None:
         if not self._out:

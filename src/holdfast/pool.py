@@ -69,7 +69,6 @@ class Pool(Executor):
         self._relay = Relay(lambda: self._children.values())
         self._children: dict[int, Child] = {}
         self._numbers = itertools.count(1)
-        self._where: dict[Run, Child] = {}
         self._in_hand: deque[Run] = deque()
         """Runs that wait for a room."""
         self._hello: Hello | None = None
@@ -284,7 +283,7 @@ class Pool(Executor):
         room = self._fleet.find_room(run.queue, alone=run.alone)
         if room is None:
             return False
-        child = self._where[run] = self._children[room]
+        child = self._children[room]
         self._began(run, room)
         child.give(run)
         if self._max_jobs is not None and child.taken >= self._max_jobs:
@@ -310,30 +309,32 @@ class Pool(Executor):
         self._start(min(suspects - coming, self._processes - len(spares)), spare=True)
 
     def _run_over(self, child: Child, run: Run, ended: Ended) -> None:
-        del self._where[run]
         if child.phase is not Phase.OVER:
             self._pause_s = RESTART_S[0]
         self._finish(run, ended)
         if self._in_hand:
             self._place_those_in_hand()
-        self._to.changed()
 
     def _refused(self, run: Run) -> None:
         self._fleet.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
 
     def _ask(self, run: Run, why: Why) -> None:
-        if run in self._where:
-            self._where[run].stop(run, why)
-        else:
+        if run.room is None:
             self._let_go(run)
             self._finish(run, Stopped("not_started"))
+        else:
+            self._children[run.room].stop(run, why)
 
     def _past_its_grace(self, run: Run) -> None:
-        self._where[run].doom()
+        self._child_of(run).doom()
 
     def _kill(self, run: Run) -> None:
-        if run in self._where:
-            self._where[run].kill()
+        if not run.done:
+            self._child_of(run).kill()
+
+    def _child_of(self, run: Run) -> Child:
+        assert run.room is not None
+        return self._children[run.room]
 
     # Hooks
 

@@ -311,3 +311,22 @@ def test_a_first_message_that_breaks_off_is_the_end(sent: int) -> None:
 
     with pytest.raises(EOFError):
         blocking(send)
+
+
+def test_a_link_speaks_on_uvloop_as_well() -> None:
+    uvloop = pytest.importorskip("uvloop")
+    ear = Ear()
+    here, there = socket.socketpair()
+
+    async def talk() -> None:
+        await ear.link.connect(here)
+        there.sendall(encode([Pong(1)])[0])
+        await until(lambda: ear.heard == [Pong(1)])
+        ear.link.send(Leave())
+        await asyncio.sleep(0.01)
+        ear.link.close()
+
+    with there, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(talk())
+        there.settimeout(2)
+        assert receive(there, Leave) == Leave()
