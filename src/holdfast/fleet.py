@@ -205,9 +205,12 @@ class Fleet:
             spare = (n for n, room in self._rooms.items() if room.spare and room.open and not (room.deaf or room.runs))
             return next(spare, None)
         served = self._find(queue)
-        if served.places:  # What was reserved for it is free now, and perhaps an emptier room has come.
-            self._take_back_a_place(served)
         size = served.size
+        if served.places:  # Where it was planned for: what one claim brings goes to few rooms, and travels together.
+            number = self._take_back_a_place(served)
+            room = self._rooms.get(number)
+            if room is not None and room.takes and room.free >= size:
+                return number
         fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
         return -max(fits)[1] if fits else None
 
@@ -365,13 +368,15 @@ class Fleet:
             served.places[number] = jobs * served.size
             self._rooms[number].reserved += jobs * served.size
 
-    def _take_back_a_place(self, served: Served) -> None:
-        number = next(iter(served.places))
+    def _take_back_a_place(self, served: Served) -> int:
+        """In the room in which most is reserved for it: a claim that brings few jobs brings them to different rooms."""
+        number = max(served.places, key=served.places.__getitem__)
         served.places[number] -= served.place_size
         if served.places[number] <= 0:
             del served.places[number]
         if number in self._rooms:
             self._rooms[number].reserved -= served.place_size
+        return number
 
     def _runs_left(self) -> int:
         if self._most is None:
