@@ -206,7 +206,7 @@ class Fleet:
             return next(spare, None)
         served = self._find(queue)
         size = served.size
-        if served.places:  # Where it was planned for: what one claim brings goes to few rooms, and travels together.
+        while served.places:  # Where it was planned for: what one claim brings goes to few rooms, and travels together.
             number = self._take_back_a_place(served)
             room = self._rooms.get(number)
             if room is not None and room.takes and room.free >= size:

@@ -38,6 +38,26 @@ def test_runs_spread_over_rooms_evenly() -> None:
     assert [start(one, "q") for _ in range(6)] == [1, 2, 3, 1, 2, 3]
 
 
+@pytest.mark.parametrize("brought", [2, 6, 30])
+def test_what_a_claim_brings_spreads_over_the_rooms_it_was_planned_for(brought: int) -> None:
+    one = fleet(Served("q"), rooms=3)
+    (order,) = one.plan(0.0)
+    assert order.limit == 30
+    rooms = [start(one, "q") for _ in range(brought)]
+    one.claimed("q", order.limit, brought, NEVER)
+    assert max(map(rooms.count, (1, 2, 3))) - min(map(rooms.count, (1, 2, 3))) <= 1
+    assert one.used == 10 * brought
+    assert [one.find_room("q") is None, one.plan(0.0)] == [brought == 30, []]
+
+
+def test_a_run_whose_room_has_shut_since_it_was_planned_goes_to_another() -> None:
+    one = fleet(Served("q"))
+    one.plan(0.0)
+    one.shut(1)
+    assert {start(one, "q") for _ in range(10)} == {2}
+    assert one.find_room("q") is None
+
+
 def test_a_run_goes_into_the_room_that_has_most_free() -> None:
     one = fleet(Served("large", size=50), Served("small", size=20))
     assert [start(one, "large"), start(one, "small"), start(one, "small")] == [1, 2, 2]
