@@ -81,11 +81,11 @@ UNREACHED = {
     "storage.redis.calls.Calls._routed#[2345]": "a cluster",
     "storage.redis.calls.Calls._in_time#*": "a cluster",
     "storage.redis.notices.Ear._run#3": "a cluster",
+    "storage.redis.servers._Line.read#1": "a cluster",
     "storage.redis.notices.Ear._find_again#*": "a cluster",
     "storage.redis.RedisStorage._list#1": "a cluster",
     "storage.redis.RedisStorage._purge#[234]": "what follows a drop in a cluster",
     "storage.redis.notices.Ear._watch#2": "a connection that has been quiet for long: not every run has one",
-    "waiters._hint#3": "a storage whose subscriptions end by themselves: none here does",
 }
 """Points that no program reaches without a fault, or none reaches for sure, and why."""
 

@@ -104,7 +104,8 @@ class RedisSaboteur:
         assert self.command("HSET", self.key + where, id, raw) == 0, "the saboteur missed"
 
     def job(self, id: str) -> Job:
-        return form.decode_job(id.encode(), self.raw(id), self.command("HGET", self.key + ":runs", id))
+        run = self.command("HGET", self.key + ":runs", id)
+        return form.decode_job(id.encode(), self.raw(id), None if run is None else form.decode_run(run))
 
     def write(self, id: str, job: Job) -> None:
         """A record as it could have been written, in the index where it belongs."""

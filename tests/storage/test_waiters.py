@@ -405,6 +405,10 @@ class Silence:
     async def __anext__(self) -> Event:
         return await asyncio.get_running_loop().create_future()
 
+    async def within(self, seconds: float) -> Event | None:
+        await asyncio.sleep(seconds)
+        return None
+
 
 @pytest.mark.parametrize("wait_s", [30, None])
 async def test_a_lost_hint_costs_one_look(stage: Stage, monkeypatch: pytest.MonkeyPatch, wait_s: float | None) -> None:
@@ -651,20 +655,6 @@ async def test_what_happened_before_a_subscription_is_not_heard(stage: Stage) ->
         assert await stage.cancel("a") is Cancelled.CANCELLED
         assert [event.kind for event in await heard()] == ["cancelled"]
     assert (await stage.enqueue("a")).placed is Placed.NEW
-
-
-async def test_hints_that_come_to_an_end_leave_the_waiter_looking(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.01)
-
-    async def no_more() -> AsyncIterator[Event]:
-        return
-        yield
-
-    hints = no_more()
-    await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]
-    await waiters._hint(hints, 0.01)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("wait_s", [-1, -60.0, float("nan"), float("inf")])

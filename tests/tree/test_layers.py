@@ -72,7 +72,7 @@ def test_values_and_decisions_do_no_io(module: str) -> None:
     used = {name.split(".")[0] for name in imports(SOURCE / f"{module}.py")}
     values = {
         "__future__",
-        "base64",
+        "binascii",
         "collections",
         "datetime",
         "difflib",

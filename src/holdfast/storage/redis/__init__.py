@@ -198,10 +198,9 @@ class RedisStorage(CheckedStorage):
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
-        await self._bell.close()
         ears, self._ears = self._ears, {}
-        for ear in ears.values():
-            await ear.close()
+        ending = [self._bell.end(), *(ear.end() for ear in ears.values())]
+        await asyncio.gather(*(task for task in ending if task is not None), return_exceptions=True)
         await self._calls.close()
         await self._servers.close()
 

@@ -76,10 +76,11 @@ class Ear:
             if self._write("SUNSUBSCRIBE", channel):
                 self._leaving[channel] += 1
 
-    async def close(self) -> None:
+    def end(self) -> asyncio.Task[None] | None:
+        """Hear no more. What is returned ends soon."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        return self._task
 
     def _write(self, *args: Argument) -> bool:
         """Say something, if there is a connection; else it is said when there is one."""
@@ -203,12 +204,13 @@ class Bell:
         if self._rung.pop(key, None) is not None:
             self._renew()
 
-    async def close(self) -> None:
+    def end(self) -> asyncio.Task[None] | None:
+        """Ring no more. What is returned ends soon."""
         if self._resting is not None:
             self._resting.cancel()
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        return self._task
 
     def _send(self, key: str, *args: Argument) -> None:
         """Say something to the server on another connection, and do not wait for what it answers."""
@@ -216,31 +218,33 @@ class Bell:
         self._servers.wire(key).send(args, deadline, lambda reply: None)
 
     async def _run(self) -> None:
-        pause = BACKOFF_S[0]
         loop = asyncio.get_running_loop()
+        pause = BACKOFF_S[0]
         while True:
-            link: Link | None = None
+            began = loop.time()
             try:
-                link = await self._servers.link(next(iter(self._keys), "x"))
-                ended: asyncio.Future[Exception] = loop.create_future()
-                self._transport = link.attach(_feed(self._take, ended))
-                self._asked_at = loop.time()
-                self._transport.write(packed(("CLIENT", "ID")))
-                while not ended.done():
-                    await asyncio.wait([ended], timeout=BLOCK_S)
-                    if self._asked_at and loop.time() - self._asked_at > BLOCK_S + REPLY_S:
-                        raise LinkError(f"no answer for {BLOCK_S + REPLY_S:.0f} s")
-                    for key in [key for key, at in self._rung.items() if loop.time() - at > BLOCK_S]:
-                        self.arm(key)
-                    pause = BACKOFF_S[0]
-                raise ended.result()
+                await self._wait_on(await self._servers.link(next(iter(self._keys), "x")))
             except _TROUBLE as error:
                 log.info("waiting for work at %s broke: %s", self._servers.name, error)
-                self._end()
-                await asyncio.sleep(pause * random.uniform(0.5, 1))
-                pause = min(2 * pause, BACKOFF_S[1])
             finally:
                 self._end()
+            pause = BACKOFF_S[0] if loop.time() - began > BLOCK_S else min(2 * pause, BACKOFF_S[1])
+            await asyncio.sleep(pause * random.uniform(0.5, 1))
+
+    async def _wait_on(self, link: Link) -> None:
+        """Take tokens on this connection, until it is of no more use."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Exception] = loop.create_future()
+        self._transport = link.attach(_feed(self._take, ended))
+        self._asked_at = loop.time()
+        self._transport.write(packed(("CLIENT", "ID")))
+        while not ended.done():
+            await asyncio.wait([ended], timeout=BLOCK_S)
+            if self._asked_at and loop.time() - self._asked_at > BLOCK_S + REPLY_S:
+                raise LinkError(f"no answer for {BLOCK_S + REPLY_S:.0f} s")
+            for key in [key for key, at in self._rung.items() if loop.time() - at > BLOCK_S]:
+                self.arm(key)
+        raise ended.result()
 
     def _end(self) -> None:
         if self._transport is not None:
