@@ -423,9 +423,12 @@ async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
 # Entries
 
 
-async def test_a_claim_strikes_entries_that_no_record_answers_for(stage: Stage, saboteur: RedisSaboteur) -> None:
+@pytest.mark.parametrize("keep", [0, 60])
+async def test_a_claim_strikes_entries_that_no_record_answers_for(
+    stage: Stage, saboteur: RedisSaboteur, keep: float
+) -> None:
     for id in ("gone", "running", "done", "lower", "later", "good"):
-        await stage.enqueue(id, priority={"running": 9, "done": 9, "lower": 1}.get(id, 5))
+        await stage.enqueue(id, priority={"running": 9, "done": 9, "lower": 1}.get(id, 5), keep=keep)
     running, done = await stage.claim(2)
     await stage.complete(done)
     saboteur.strand("gone")

@@ -619,3 +619,13 @@ async def test_a_long_error_is_left_out_of_a_list_and_a_short_one_is_not(stage: 
     outcome = (await stage.the("long")).outcome
     assert outcome is not None
     assert outcome.error == b"x" * 5000
+
+
+@pytest.mark.parametrize("keep", [0, 60])
+@pytest.mark.parametrize("runs", [1, 2, 3])
+async def test_a_finished_record_counts_all_of_its_runs(stage: Stage, runs: int, keep: float) -> None:
+    await stage.enqueue("a", keep=keep)
+    for _ in range(runs - 1):
+        await stage.release(await stage.claim_one())
+    assert await stage.complete(await stage.claim_one(), b"result", ttl=60) is Settled.OK
+    assert (await stage.the("a")).attempts == runs
