@@ -13,6 +13,10 @@ Key = tuple[str, str]
 """A queue and an id."""
 
 
+DEALT_S = 0.05
+"""A kill is noted up to so long before it is dealt."""
+
+
 class Sent(NamedTuple):
     """What a lease was to be settled with."""
 
@@ -239,7 +243,9 @@ class Story:
         return {how for lease in leases if since <= lease.generation < before for how in lease.possible}
 
     def killed_at(self, pid: int, since: float) -> float | None:
-        kills = (fault.at for fault in self.by_target[pid] if fault.kind == "worker kill" and fault.at >= since)
+        kills = (
+            fault.at for fault in self.by_target[pid] if fault.kind == "worker kill" and fault.at >= since - DEALT_S
+        )
         return next(kills, None)
 
     def tell(self, queue: str, id: str) -> str:

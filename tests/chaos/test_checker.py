@@ -358,6 +358,12 @@ def _killed_while_it_waited(tale: Tale) -> None:
     tale.fault("worker kill", CALLER, 4.2)
 
 
+def _killed_as_it_began_to_wait(tale: Tale) -> None:
+    waiting = tale.waits["question"][0]
+    tale.waits["question"] = waiting, None
+    tale.fault("worker kill", CALLER, waiting.at - 0.001)
+
+
 def _answered_with_an_error(tale: Tale) -> None:
     """Then nobody knows either, and it was claimed."""
     tale.asks["done"] = tale.asks["done"][0], history.Asked(at=1.05, pid=PRODUCER, call=1, error="StorageUnavailable")
@@ -465,6 +471,7 @@ FINE: dict[str, Callable[[Tale], Any]] = {
     "in order": lambda t: pair(t, {"at": 30.0}, {"at": 30.2}),
     "higher first": lambda t: pair(t, {"at": 30.2, "priority": 8}, {"at": 30.0}),
     "killed while it waited": _killed_while_it_waited,
+    "killed as it began to wait": _killed_as_it_began_to_wait,
     "never answered": _never_answered,
     "answered with an error": _answered_with_an_error,
     "refused": _refused,
