@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +117,7 @@ async def hold_those_that_are_run_elsewhere_meanwhile(scene: Scene, worker: Work
     await enqueue(scene.app, "watch", 10, {"gate": "never"})
     await scene.app.queue("stubborn").enqueue({}, id="stubborn")
     (child,) = {note["pid"] for note in await scene.noted("began", 21)}
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    await freeze(scene, frozen)
     await scene.worker("held:app", "--processes", "1", "--lease", "0.5", "--name", "other")
     again = (await scene.noted("began", 42))[21:]
     assert {note["worker"] for note in again} == {"other"}
@@ -125,6 +126,31 @@ async def hold_those_that_are_run_elsewhere_meanwhile(scene: Scene, worker: Work
     for pid in reversed(frozen):
         os.kill(pid, signal.SIGCONT)
     return child
+
+
+async def freeze(scene: Scene, pids: list[int]) -> None:
+    """Stop processes, but not in the middle of a transaction: that would stop everybody who shares their file."""
+    while True:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        if not is_locked(scene.folder / "jobs.db"):
+            return
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(0.01)
+
+
+def is_locked(file: Path) -> bool:
+    """By who does not let it go soon. A file that is not there is not."""
+    if not file.exists():
+        return False
+    with closing(sqlite3.connect(file, timeout=0.2, isolation_level=None)) as database:
+        try:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("ROLLBACK")
+        except sqlite3.OperationalError:
+            return True
+    return False
 
 
 async def assert_nothing_came_of_the_late_runs(scene: Scene, worker: WorkerProcess) -> None:
