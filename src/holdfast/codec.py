@@ -65,8 +65,7 @@ class JsonCodec(_MsgspecCodec):
 
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
-        if b"null" in data or b'"nan"' in data or b'inf"' in data:
-            _refuse_nan(value)
+        _refuse_nan(value, data)
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
             raise ValueError(f"it has more than {MAX_DEPTH} lists and objects inside each other")
         return data
@@ -160,13 +159,16 @@ class Codecs:
 
 def canonical(value: object) -> bytes:
     """The one JSON of a value: keys sorted, sets ordered, no spaces."""
-    _refuse_nan(value)
-    return msgspec.json.encode(value, enc_hook=_encode_other, order="sorted")
+    data = msgspec.json.encode(value, enc_hook=_encode_other, order="sorted")
+    _refuse_nan(value, data)
+    return data
 
 
-def _refuse_nan(value: object) -> None:
-    """JSON has no NaN and no infinity: msgspec writes null, or a name as a key."""
-    if not _all_finite(msgspec.to_builtins(value, enc_hook=_encode_other)):
+def _refuse_nan(value: object, data: bytes) -> None:
+    """JSON has no NaN and no infinity: msgspec writes null, or a name as a key. Look closer only where one is."""
+    if (b"null" in data or b'"nan"' in data or b'inf"' in data) and not _all_finite(
+        msgspec.to_builtins(value, enc_hook=_encode_other)
+    ):
         raise ValueError("NaN and infinity have no place in JSON: send None, or a string")
 
 

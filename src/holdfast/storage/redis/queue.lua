@@ -1009,7 +1009,7 @@ end
 local function is_plain(raw, run, index, member)
   if not raw or run or not LIVE[byte(raw, 1)] or WAITING_INDEXES[byte(raw, 2)] ~= index then return false end
   if PLAIN[byte(raw, 1)] then return sub(raw, 3, 10) == sub(member, 1, 8) end
-  if #raw < HEAD_BYTES + LONG_BYTES or sub(raw, 39, 42) ~= NO_RETRIES then return false end
+  if #raw < HEAD_BYTES + LONG_BYTES or sub(raw, 39, 42) ~= NO_RETRIES then return false end -- where LONG has them
   local arrival, wall_at = unpack_from('<I8I8', raw, 19)
   return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, 8)
 end
@@ -1302,10 +1302,14 @@ function VERBS.settle()
   for at = 1, #ids do
     local id, head = ids[at], ARGS[4 * at + 2]
     local quickly = not books.entries[id] and completes(raws[at], runs[at], head, holder)
-    local leaves_nothing = quickly and PLAIN[byte(raws[at], 1)] and sub(head, 10, 25) == NO_TTLS
-    if leaves_nothing then complete_plain(books, id, raws[at]) end
-    local settlement = not leaves_nothing and read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
-    if leaves_nothing or (quickly and complete_remembered(books, id, raws[at], settlement)) then
+    local settlement
+    if quickly and PLAIN[byte(raws[at], 1)] and sub(head, 10, 25) == NO_TTLS then
+      complete_plain(books, id, raws[at])
+    else
+      settlement = read_settlement(head, ARGS[4 * at + 3], ARGS[4 * at + 4])
+      if quickly and complete_remembered(books, id, raws[at], settlement) then settlement = nil end
+    end
+    if not settlement then
       replies[at] = '1'
     else
       local entry = books.entries[id] or enter(books, id, raws[at], runs[at])
