@@ -18,9 +18,9 @@ from typing import Any
 
 import hiredis
 
-from holdfast.jobs import Complete, Request, new_id
-from holdfast.storage.redis.library import BODY, Library
-from holdfast.storage.redis.records import FENCE, request_args, settlement_args
+from holdfast._core.jobs import Complete, Request, new_id
+from holdfast.storage.redis.codec import FENCE, request_args, settlement_args
+from holdfast.storage.redis.script import BODY, Library
 
 QUEUE, WORKER, LEASE_MS = "bench", "bench-worker", 60_000
 LIBRARY = Library(BODY, injected_clock=False)
@@ -99,7 +99,7 @@ class Statements:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA cache_size = -65536")
-        self._db.executescript(resources.files("holdfast.storage").joinpath("schema.sql").read_text())
+        self._db.executescript(resources.files("holdfast.storage.local.sqlite").joinpath("schema.sql").read_text())
         self._arrivals = itertools.count(_now())
 
     def close(self) -> None:

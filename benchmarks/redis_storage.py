@@ -20,7 +20,7 @@ import msgspec
 import redis.asyncio
 
 from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Functions
-from holdfast.jobs import Complete, Job, Request, Work, new_id
+from holdfast._core.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
 from tests.servers import Name, Server, redis_binary
 

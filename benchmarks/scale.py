@@ -23,9 +23,9 @@ from benchmarks.monitor import Monitor
 from benchmarks.pages import FAINT, RESULTS, Judged, number, plot, table, targets, text
 from benchmarks.redis_storage import Meter, Stored, make, measure
 from holdfast import Holdfast
-from holdfast.jobs import Complete, Job, Request, Work, new_id
+from holdfast._core.jobs import Complete, Job, Request, Work, new_id
 from holdfast.storage import Storage, connect
-from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES
+from holdfast.storage.validation import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES
 from tests.servers import Server
 
 BATCH = 100

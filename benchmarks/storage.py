@@ -28,7 +28,7 @@ import msgspec
 from benchmarks import redis_storage
 from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Statements
 from benchmarks.pages import Judged, table, targets
-from holdfast.jobs import Complete, Lease, Request, State, Work, new_id
+from holdfast._core.jobs import Complete, Lease, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
 PAYLOAD, LARGE = b"x" * 100, b"x" * 1_048_576

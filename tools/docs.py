@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.machine import TRANSITIONS, Act, Phase
+from holdfast._core.lifecycle import TRANSITIONS, Act, Phase
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

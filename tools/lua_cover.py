@@ -125,11 +125,11 @@ def counting(source: str, untouched: str) -> str:
 
 def pytest_configure(config: Any) -> None:
     """Every storage of this test run gets the counting build."""
-    from holdfast.storage.redis import calls, library
+    from holdfast.storage.redis import calls, script
     from tests import servers
 
     into = Path(os.environ["HOLDFAST_LUA_COVER"])
-    calls.BODY = counting(library.BODY, library.CLOCK)
+    calls.BODY = counting(script.BODY, script.CLOCK)
     stop = servers.Server.kill
 
     def gather_and_kill(self: servers.Server) -> None:
@@ -166,7 +166,7 @@ def hits(file: Path) -> set[int]:
 
 
 def main() -> int:
-    from holdfast.storage.redis.library import BODY
+    from holdfast.storage.redis.script import BODY
 
     arguments = sys.argv[1:] or TESTS
     with tempfile.TemporaryDirectory() as folder:
@@ -181,7 +181,7 @@ def main() -> int:
 
 
 def report(source: str, hit: set[int]) -> int:
-    from holdfast.storage.redis.library import CLOCK
+    from holdfast.storage.redis.script import CLOCK
 
     start = source.index(CLOCK)
     clock = range(start, start + len(CLOCK))

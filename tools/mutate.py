@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODULE = "src/holdfast/machine.py"
+MODULE = "src/holdfast/_core/lifecycle.py"
 TESTS = "-m pytest -x -q -p no:cacheprovider --timeout 30 --storage memory tests/unit tests/storage"
 LEFT_OUT = ("test_agreement", "test_processes", "test_coalescing", "test_refusals", "test_repair")
 """Slow, or about other things than the machine."""

@@ -106,13 +106,13 @@ BUGS = [
         "the clock of a client's machine decides over leases",
         "__init__.py",
         "Calls(servers, self._client, clock, timeout_s)",
-        "Calls(servers, self._client, clock or __import__('holdfast.clock').clock.SystemClock(), timeout_s)",
+        "Calls(servers, self._client, __import__('holdfast')._core.clock.SystemClock(), timeout_s)",
         (CALLS,),
     ),
     Bug(
         "F-P2",
         "an empty result is taken for none",
-        "records.py",
+        "codec.py",
         "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)",
         "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, bool(body), 0)",
         ("test_seeds_platformatic", REMEMBERING, TRANSITIONS),
@@ -153,7 +153,7 @@ BUGS = [
     Bug(
         "F-P8",
         "ids are cut at a colon where events are read",
-        "records.py",
+        "codec.py",
         "        id = clean_id(message[at : at + id_size])\n",
         '        id = clean_id(message[at : at + id_size].split(b":")[0])\n',
         (CALLS, WAITERS),
@@ -185,7 +185,7 @@ BUGS = [
     Bug(
         "F-P16",
         "one listener's leaving silences all others",
-        "notices.py",
+        "notify.py",
         "        if self._channels[channel] <= 0:\n",
         "        if True:\n",
         (CALLS,),
@@ -193,7 +193,7 @@ BUGS = [
     Bug(
         "F-P16 b",
         "one waiting worker's leaving leaves the others without tokens",
-        "notices.py",
+        "notify.py",
         "        if self._keys[key] <= 0:\n",
         "        if True:\n",
         (CALLS,),
@@ -347,7 +347,7 @@ BUGS = [
     Bug(
         "a new number for every attempt",
         "a call whose reply was lost is made twice",
-        "wire.py",
+        "connection.py",
         "        for request in self._pending:\n            self._write(self._transport, request)\n",
         "        for request in self._pending:\n"
         "            if request.sent_at and request.args[0] == 'FCALL' and request.args[6]:\n"
@@ -358,7 +358,7 @@ BUGS = [
     Bug(
         "resent in reverse",
         "after a break, calls overtake each other",
-        "wire.py",
+        "connection.py",
         "        for request in self._pending:\n            self._write(self._transport, request)\n",
         "        self._pending = deque(reversed(self._pending))\n"
         "        for request in self._pending:\n            self._write(self._transport, request)\n",
@@ -367,7 +367,7 @@ BUGS = [
     Bug(
         "not resent",
         "what was in flight when the connection broke is lost",
-        "wire.py",
+        "connection.py",
         "        for request in self._pending:\n            self._write(self._transport, request)\n",
         "        for request in self._pending:\n"
         "            if not request.sent_at:\n                self._write(self._transport, request)\n",
@@ -376,7 +376,7 @@ BUGS = [
     Bug(
         "library not loaded again",
         "a server that was restarted refuses all calls",
-        "wire.py",
+        "connection.py",
         "            if str(reply).startswith(NOT_LOADED)",
         "            if not reply",
         (CALLS,),

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from common import FOLDER, URL, VARIANT, Numbers, job, mark, role, serve
 
 from benchmarks.bare import Functions, Statements
-from holdfast.jobs import Request, Work
-from holdfast.storage.checks import MAX_ITEMS
+from holdfast._core.jobs import Request, Work
+from holdfast.storage.validation import MAX_ITEMS
 
 BATCH = 100
 LOOK_S = 0.001

@@ -1,8 +1,16 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
-from holdfast.app import Holdfast
-from holdfast.arguments import content_id
-from holdfast.connection import Bound
+from holdfast._client.app import Holdfast
+from holdfast._client.lease import Lease
+from holdfast._client.queue import JobInfo, Queue, Stats
+from holdfast._client.session import Bound
+from holdfast._client.task import Handle, Task
+from holdfast._core.arguments import content_id
+from holdfast._core.events import Event, Kind
+from holdfast._core.jobs import Cancelled, Kept, Placed, State, Update
+from holdfast._worker.executor import RunEvent
+from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
+from holdfast._worker.worker import Worker
 from holdfast.errors import (
     DuplicateJob,
     HoldfastError,
@@ -21,14 +29,6 @@ from holdfast.errors import (
     StorageUnavailable,
     WaitTimeout,
 )
-from holdfast.events import Event, Kind
-from holdfast.execution import CurrentJob, Execution, Failure, current_job
-from holdfast.jobs import Cancelled, Kept, Placed, State, Update
-from holdfast.lease import Lease
-from holdfast.queue import JobInfo, Queue, Stats
-from holdfast.runs import RunEvent
-from holdfast.task import Handle, Task
-from holdfast.worker import Worker
 
 __all__ = [
     "Bound",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.app import Holdfast
+from holdfast._client.app import Holdfast
 from holdfast.testing import Rehearsal
 
 

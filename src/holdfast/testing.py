@@ -16,15 +16,15 @@ from collections.abc import Coroutine
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from holdfast.app import Holdfast
-from holdfast.clock import ManualClock
+from holdfast._client.app import Holdfast
+from holdfast._client.task import Task
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind
+from holdfast._core.jobs import State
+from holdfast._core.options import from_at, to_at
+from holdfast._worker.executor import RunEvent
 from holdfast.errors import HoldfastError, OptionError
-from holdfast.events import Kind
-from holdfast.jobs import State
-from holdfast.options import from_at, to_at
-from holdfast.runs import RunEvent
 from holdfast.storage import connect
-from holdfast.task import Task
 
 MAX_RUNS = 10_000
 """A drain that has started this many runs is taken for one that never ends."""

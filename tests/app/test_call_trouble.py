@@ -16,16 +16,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import (
-    Handle,
-    Holdfast,
-    HoldfastError,
-    JobFailed,
-    PermanentError,
-    State,
-    StorageUnavailable,
-    WaitTimeout,
-)
+from holdfast import Handle, Holdfast, HoldfastError, JobFailed, PermanentError, State, StorageUnavailable, WaitTimeout
 from tests import servers
 from tests.app.conftest import Place, until
 from tests.proxy import Proxy

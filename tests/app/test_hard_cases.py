@@ -23,8 +23,8 @@ from holdfast import (
     StorageUnavailable,
     current_job,
 )
-from holdfast.events import Event, Topic
-from holdfast.storage import wake
+from holdfast._core.events import Event, Topic
+from holdfast.storage.local.sqlite import notify
 from holdfast.testing import rehearse
 from tests.app.conftest import Place, until
 from tests.app.test_side_by_side import Faults, faulty_app
@@ -300,7 +300,7 @@ async def test_without_sockets_those_who_watch_are_told_no_tales(place: Place, m
     def no_sockets(*args: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(wake.Ear, "__init__", no_sockets)
+    monkeypatch.setattr(notify.Ear, "__init__", no_sockets)
     async with place.app() as app:
         await watch_while(app, lambda: enqueue_elsewhere(place))
 

@@ -35,11 +35,11 @@ from holdfast import (
     WaitTimeout,
     current_job,
 )
-from holdfast.inline import Inline
-from holdfast.lease import Lease
-from holdfast.queue import Queue
-from holdfast.task import Handle
-from holdfast.worker import Worker
+from holdfast._client.lease import Lease
+from holdfast._client.queue import Queue
+from holdfast._client.task import Handle
+from holdfast._worker.inline import Inline
+from holdfast._worker.worker import Worker
 from tests.app.conftest import until
 
 LEASE_S = 0.5

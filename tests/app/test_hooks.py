@@ -25,7 +25,7 @@ from holdfast import (
     State,
     current_job,
 )
-from holdfast.execution import Proceed
+from holdfast._worker.handler import Proceed
 from tests.app.conftest import until
 
 App = Holdfast[Any]

@@ -109,7 +109,7 @@ async def test_a_payload_that_cannot_be_read_comes_as_bytes(make_app: AppMaker) 
 
 
 async def test_json_that_another_language_wrote_badly_comes_as_bytes(app: Holdfast[Any]) -> None:
-    from holdfast.jobs import Request, Work
+    from holdfast._core.jobs import Request, Work
 
     await app.storage.enqueue("q", [Request("a", Work(b'{"open": ', "json"), named=True)])
     queue = app.queue("q")

@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import (
-    Failure,
-    Holdfast,
-    JobFailed,
-    OptionError,
-    PermanentError,
-    Retry,
-    State,
-    current_job,
-)
+from holdfast import Failure, Holdfast, JobFailed, OptionError, PermanentError, Retry, State, current_job
 from tests.app.conftest import until
 
 App = Holdfast[Any]

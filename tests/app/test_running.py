@@ -13,16 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import (
-    Failure,
-    Holdfast,
-    HoldfastError,
-    JobFailed,
-    PayloadRejected,
-    PermanentError,
-    State,
-    current_job,
-)
+from holdfast import Failure, Holdfast, HoldfastError, JobFailed, PayloadRejected, PermanentError, State, current_job
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -352,7 +343,7 @@ async def test_a_traceback_has_the_handlers_frames_and_none_of_ours(app: App, ki
     assert "in fails" in trace
     assert "in culprit" in trace
     assert "ValueError: here" in trace
-    assert "holdfast/execution.py" not in trace
+    assert "holdfast/_worker/handler.py" not in trace
     assert "concurrent/futures" not in trace
 
 

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 import pytest
 
-from holdfast import Holdfast, PayloadRejected, StorageFull, StorageUnavailable, worker
-from holdfast.events import Event, Topic
+from holdfast import Holdfast, PayloadRejected, StorageFull, StorageUnavailable
+from holdfast._core.events import Event, Topic
+from holdfast._worker import worker
 from holdfast.storage import Storage, connect
 from tests.app.conftest import Place, until
 

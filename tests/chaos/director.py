@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Holdfast, HoldfastError
-from holdfast.events import Kind, Topic
+from holdfast._core.events import Kind, Topic
 from tests.chaos import history, places, recorded, wreck
 from tests.chaos.nemesis import Nemesis, Player
 from tests.chaos.places import ServerPlace

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from holdfast import current_job
-from holdfast.clock import SystemClock
+from holdfast._core.clock import SystemClock
 from tests.chaos.clocks import clock_of_the_test
 from tests.worker.scene import NOTES, make_app, note
 

@@ -46,7 +46,7 @@ BUGS = {
     "one-step sweep": Bug(
         "a lease that looks expired is taken back at once: after an outage, all of them",
         "sqlite",
-        (Edit("machine.py", "    if not run.overdue:\n", "    if False:\n"),),
+        (Edit("_core/lifecycle.py", "    if not run.overdue:\n", "    if False:\n"),),
     ),
     "claim reply not kept": Bug(
         "a claim whose reply was lost is carried out again, and what it took first is nobody's",
@@ -58,11 +58,11 @@ BUGS = {
         "sqlite",
         (
             Edit(
-                "beat.py",
+                "_worker/heartbeat.py",
                 "        self._thread.start()\n",
                 "        self._here = asyncio.ensure_future(self._main())\n",
             ),
-            Edit("beat.py", "asyncio.to_thread(self._thread.join)", "self._here"),
+            Edit("_worker/heartbeat.py", "asyncio.to_thread(self._thread.join)", "self._here"),
         ),
     ),
     "forget without waiter check": Bug(
@@ -70,7 +70,7 @@ BUGS = {
         "sqlite",
         (
             Edit(
-                "machine.py",
+                "_core/lifecycle.py",
                 "    return max(until, job.keep_until_at, now + 1000 * WAITED_MS) if job.keep_until_at else until\n",
                 "    return until\n",
             ),

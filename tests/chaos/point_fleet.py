@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from holdfast import Holdfast
-from holdfast.clock import SystemClock
+from holdfast._core.clock import SystemClock
 from tests.chaos.point_jobs import MAX_PAYLOAD, Notes, Program
 
 URL, NAMESPACE, NOTES = "HOLDFAST_POINT_URL", "HOLDFAST_POINT_NAMESPACE", "HOLDFAST_POINT_NOTES"

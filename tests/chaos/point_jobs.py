@@ -21,8 +21,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from holdfast import Failure, Holdfast, HoldfastError, State, current_job
-from holdfast.clock import Clock
-from holdfast.storage.checks import FAILED_SUFFIX
+from holdfast._core.clock import Clock
+from holdfast.storage.validation import FAILED_SUFFIX
 
 DAY_S = 86_400
 LEASE_S = 1.0

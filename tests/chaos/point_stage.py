@@ -31,10 +31,10 @@ from tests.chaos import points
 from tests.chaos.points import Action, Plan, Side
 
 SHORTER: dict[str, dict[str, Any]] = {
-    "events": {"LOOK_EVERY_S": 0.1},
-    "drain": {"TRY_AGAIN_S": (0.02, 0.5), "GIVE_UP_S": 1.0},
-    "waiters": {"ASK_AGAIN_S": 0.1},
-    "storage.redis.notices": {"QUIET_S": 0.2},
+    "_core.events": {"LOOK_EVERY_S": 0.1},
+    "_worker.settler": {"TRY_AGAIN_S": (0.02, 0.5), "GIVE_UP_S": 1.0},
+    "_client.waiters": {"ASK_AGAIN_S": 0.1},
+    "storage.redis.notify": {"QUIET_S": 0.2},
 }
 """Pauses that would only be waited out here."""
 BEGIN_S = 1_800_000_000.0
@@ -108,7 +108,7 @@ class Told(msgspec.Struct):
 
 # The victim
 
-OWN = {("execution.py", "perform"), ("point_stage.py", "_run"), ("point_jobs.py", "_take_all")}
+OWN = {("handler.py", "perform"), ("point_stage.py", "_run"), ("point_jobs.py", "_take_all")}
 """Coroutines whose tasks are cancelled alone. No others are, by anybody."""
 
 
@@ -266,7 +266,7 @@ def fleet_program(place: Place) -> Any:
 
 
 def make_program(place: Place, now: float) -> Any:
-    from holdfast.clock import ManualClock
+    from holdfast._core.clock import ManualClock
     from tests.chaos.point_jobs import Notes, Program
 
     notes = Notes(Path(place.folder, "notes"))
@@ -384,7 +384,7 @@ def _tell(reading: int, pid: int, number: int) -> None:
 def main() -> None:
     points.install(SHORTER)
     sqlite3.connect = functools.partial(sqlite3.connect, factory=Breakable)  # type: ignore[assignment]
-    for name in ("holdfast.storage.redis", "holdfast.storage.sqlite", "tests.chaos.point_jobs"):
+    for name in ("holdfast.storage.redis", "holdfast.storage.local.sqlite", "tests.chaos.point_jobs"):
         importlib.import_module(name)
 
     gc.collect()

@@ -31,12 +31,12 @@ PACKAGE = "holdfast"
 
 OFF_PATH = {
     "cli": "commands are programs around the same calls",
-    "child": "runs in child processes, which are expected to die: tests/worker",
-    "explain": "looks at a job, changes nothing",
+    "_worker.processes.child_main": "runs in child processes, which are expected to die: tests/worker",
+    "_client.explain": "looks at a job, changes nothing",
     "storage.deferred": "opens a child's storage, and passes everything on",
     "storage.redis.audit": "an operator's look, apart from any job's way",
     "storage.redis.pages": "lists, for operators",
-    "sync": "runs the same coroutines on a loop in the background",
+    "_client.sync": "runs the same coroutines on a loop in the background",
     "testing": "runs on memory, in tests of users",
 }
 """Modules, or folders of them, whose awaits no job depends on."""

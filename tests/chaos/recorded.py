@@ -11,9 +11,9 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from holdfast import clock, jobs
+from holdfast._core import clock, jobs
 from holdfast.storage.checked import CheckedStorage
-from holdfast.storage.redis import calls, library
+from holdfast.storage.redis import calls, script
 from tests.chaos import history
 from tests.chaos.clocks import SharedClock
 from tests.chaos.history import pen
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 def library_with_a_clock_that_can_be_moved(body: str) -> str:
-    assert library.CLOCK in body
-    return body.replace(library.CLOCK, f"{library.CLOCK} + tonumber(call('GET', '{CLOCK_KEY}') or 0)")
+    assert script.CLOCK in body
+    return body.replace(script.CLOCK, f"{script.CLOCK} + tonumber(call('GET', '{CLOCK_KEY}') or 0)")
 
 
 _installed = False
@@ -37,7 +37,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    calls.BODY = library_with_a_clock_that_can_be_moved(library.BODY)
+    calls.BODY = library_with_a_clock_that_can_be_moved(script.BODY)
     shared = SharedClock(os.environ[CLOCK])
     clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
     for name, verb in VERBS.items():

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import pytest
 
 from holdfast import Holdfast, StorageUnavailable, WaitTimeout
-from holdfast.options import from_at
+from holdfast._core.options import from_at
 from tests.app.conftest import Place
 from tests.chaos import clocks
 from tests.chaos.clocks import SharedClock

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from holdfast.clock import ManualClock
-from holdfast.jobs import Page
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Page
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import RedisStorage
 from tests.proxy import Exchange, Hook, Proxy

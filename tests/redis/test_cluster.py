@@ -10,14 +10,14 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
-from holdfast.clock import ManualClock
+from holdfast._client.waiters import wait
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
 from holdfast.errors import OptionError, StorageUnavailable
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.redis import RedisStorage, of_client
-from holdfast.storage.redis.wire import Argument, Reply
-from holdfast.waiters import wait
+from holdfast.storage.redis.connection import Argument, Reply
 from tests import servers
 from tests.servers import Cluster, Server
 from tests.storage.stage import Stage, heard

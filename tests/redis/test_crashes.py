@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from holdfast._core.jobs import Cancelled, Complete, Enqueued, Fail, Job, Placed, Request, Settled, State, Update, Work
 from holdfast.errors import OptionError
-from holdfast.jobs import Cancelled, Complete, Enqueued, Fail, Job, Placed, Request, Settled, State, Update, Work
 from holdfast.storage import Settlement, audit, connect
-from holdfast.storage.redis.library import BODY
+from holdfast.storage.redis.script import BODY
 from tests.proxy import Exchange, Proxy
 from tests.redis.conftest import applied, call_of, contents, first, is_call, key, lost, namespace_of, opened, until
 from tests.servers import Server, shared

@@ -14,13 +14,13 @@ import redis.asyncio
 from redis.cluster import RedisCluster
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError, WatchError
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Placed, Request, Update, Work
 from holdfast.errors import OptionError
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Placed, Request, Update, Work
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.redis.library import BODY, INJECTED_CLOCK, Library
+from holdfast.storage.redis.script import BODY, INJECTED_CLOCK, Library
 from tests import servers
 from tests.redis.conftest import contents, key, namespace_of, opened
 from tests.servers import Server

@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from holdfast import waiters
+from holdfast._client import waiters
+from holdfast._client.waiters import wait
+from holdfast._core.events import Event, Kind, Topic
+from holdfast._core.jobs import Outcome, Request, State, Update, Work
 from holdfast.errors import JobCancelled
-from holdfast.events import Event, Kind, Topic
-from holdfast.jobs import Outcome, Request, State, Update, Work
-from holdfast.storage.redis import notices
-from holdfast.waiters import wait
+from holdfast.storage.redis import notify
 from tests.proxy import Proxy
 from tests.redis.conftest import key, opened, until, words_of
 from tests.servers import Server
@@ -39,7 +39,7 @@ def only_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient_bell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who wait for the token stand in one line, in which nobody steps back to the end by himself."""
-    monkeypatch.setattr(notices, "BLOCK_S", 30.0)
+    monkeypatch.setattr(notify, "BLOCK_S", 30.0)
 
 
 def looks(proxy: Proxy) -> int:

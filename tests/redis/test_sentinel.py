@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from redis.asyncio.sentinel import Sentinel
 
+from holdfast._core.jobs import Placed, Request, Settled, Work
 from holdfast.errors import OptionError, StorageUnavailable
-from holdfast.jobs import Placed, Request, Settled, Work
 from holdfast.storage import Complete, audit, connect
 from holdfast.storage.redis import of_client
 from tests.servers import SentinelServer, Server, wait_until

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._core.events import Topic
+from holdfast._core.jobs import Placed, Request, Work
 from holdfast.errors import StorageUnavailable
-from holdfast.events import Topic
-from holdfast.jobs import Placed, Request, Work
 from holdfast.storage import audit, connect
 from tests.servers import shared
 

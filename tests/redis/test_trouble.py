@@ -14,11 +14,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
 from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnavailable
-from holdfast.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
 from holdfast.storage import audit, connect
-from holdfast.storage.redis import of_client, wire
+from holdfast.storage.redis import connection, of_client
 from tests.proxy import HOST, Exchange, Proxy
 from tests.redis.conftest import contents, first, is_call, key, namespace_of, opened, until
 from tests.servers import Server, free_port
@@ -57,7 +57,7 @@ async def to_own(own: Server) -> AsyncIterator[Proxy]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that says nothing for half a second is taken for gone."""
-    monkeypatch.setattr(wire, "REPLY_S", 0.5)
+    monkeypatch.setattr(connection, "REPLY_S", 0.5)
 
 
 # A library that the server does not know (any more)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.storage.redis.servers import find
-from holdfast.storage.redis.wire import Link, Wire
+from holdfast.storage.redis.connection import Link, Wire
+from holdfast.storage.redis.topology import find
 from tests.servers import Server
 
 

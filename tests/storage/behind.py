@@ -8,11 +8,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast.jobs import Job, Next, Outcome, Run, State
+from holdfast._core.jobs import Job, Next, Outcome, Run, State
+from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.redis import records as form
+from holdfast.storage.redis import codec as form
 from holdfast.storage.redis.audit import INDEXES
-from holdfast.storage.table import VIEWS
 from tests import servers
 
 LEDGER = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
 from tests.storage.harness import HARNESSES, Harness
 from tests.storage.stage import Stage
 

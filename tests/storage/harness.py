@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Literal, Protocol
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
 from holdfast.storage import Storage, connect
 from tests import servers
 from tests.storage import keyspace

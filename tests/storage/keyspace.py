@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from holdfast.storage.checks import FAILED_SUFFIX
+from holdfast.storage.validation import FAILED_SUFFIX
 from tests.servers import Server
 
 READ_AND_DELETE = """

@@ -11,10 +11,10 @@ import random
 import sys
 import time
 
-from holdfast.events import Topic
-from holdfast.jobs import Complete, Release, Request, Retry, Settled, Work
+from holdfast._core.events import Topic
+from holdfast._core.jobs import Complete, Release, Request, Retry, Settled, Work
 from holdfast.storage import Storage, connect
-from holdfast.storage.sqlite import SqliteStorage
+from holdfast.storage.local.sqlite import SqliteStorage
 
 LEASE_MS = 300
 HOUR_MS = 3_600_000

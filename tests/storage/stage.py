@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from holdfast.clock import ManualClock
-from holdfast.events import Event, Kind
-from holdfast.jobs import (
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Event, Kind
+from holdfast._core.jobs import (
     Cancelled,
     Complete,
     Enqueued,

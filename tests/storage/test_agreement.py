@@ -29,9 +29,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from holdfast.clock import ManualClock
-from holdfast.jobs import Complete, Fail, Job, Lease, Release, Request, Retry, Settled, Settlement, State, Update, Work
-from holdfast.machine import TRANSITIONS, Act, Phase, phase_of
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import (
+    Complete,
+    Fail,
+    Job,
+    Lease,
+    Release,
+    Request,
+    Retry,
+    Settled,
+    Settlement,
+    State,
+    Update,
+    Work,
+)
+from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
 from holdfast.storage import Storage, audit
 from tests.storage.harness import HARNESSES, Harness
 

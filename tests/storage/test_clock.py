@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import ManualClock
-from holdfast.jobs import Job, Placed, Settled, State, Update
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Job, Placed, Settled, State, Update
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
 

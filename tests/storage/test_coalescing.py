@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.clock import ManualClock
-from holdfast.errors import StorageFull
-from holdfast.jobs import (
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import (
     Cancelled,
     Complete,
     Enqueued,
@@ -30,10 +29,11 @@ from holdfast.jobs import (
     Update,
     Work,
 )
-from holdfast.storage import audit, connect, lane, wake
-from holdfast.storage.engine import Engine
-from holdfast.storage.lane import MAX_ITEMS_HERE, Lane
-from holdfast.storage.sqlite import SqliteStorage
+from holdfast.errors import StorageFull
+from holdfast.storage import audit, connect
+from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.sqlite import SqliteStorage, connection, notify
+from holdfast.storage.local.sqlite.connection import MAX_ITEMS_HERE, Lane
 from tests.storage.stage import fence
 
 
@@ -150,7 +150,7 @@ async def test_calls_for_different_queues_share_a_transaction_too(storage: Sqlit
 async def test_a_group_has_a_limit_so_that_no_transaction_goes_on_for_ever(storage: SqliteStorage) -> None:
     with commits(storage) as seen:
         async with Blocked(storage):
-            calls = [asyncio.create_task(enqueue(storage, f"{n}")) for n in range(2 * lane.MAX_GROUP + 1)]
+            calls = [asyncio.create_task(enqueue(storage, f"{n}")) for n in range(2 * connection.MAX_GROUP + 1)]
             await line_up()
         await asyncio.gather(*calls)
     assert seen == ["COMMIT"] * (1 + 3)
@@ -230,14 +230,14 @@ def no_sockets_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def socket(*arguments: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(wake, "socket", SimpleNamespace(AF_UNIX=0, SOCK_DGRAM=0, socket=socket))
+    monkeypatch.setattr(notify, "socket", SimpleNamespace(AF_UNIX=0, SOCK_DGRAM=0, socket=socket))
 
 
 def no_right_to_clear_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def unlink(missing_ok: bool) -> None:
         raise PermissionError("the socket of another user")
 
-    monkeypatch.setattr(wake, "Path", lambda address: SimpleNamespace(unlink=unlink))
+    monkeypatch.setattr(notify, "Path", lambda address: SimpleNamespace(unlink=unlink))
 
 
 @pytest.mark.parametrize("trouble", [no_sockets_left, no_right_to_clear_away])
@@ -279,7 +279,7 @@ async def test_a_checkpoint_that_fails_does_not_stop_the_lane(
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(storage._writer, "_db", Disk(storage._writer._db, fail))
-    monkeypatch.setattr(lane, "CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(connection, "CHECKPOINT_EVERY", 1)
     async with asyncio.timeout(5):
         for n in range(5):
             assert (await enqueue(storage, f"{n}")).placed is Placed.NEW
@@ -298,7 +298,7 @@ async def test_a_slow_checkpoint_does_not_hold_up_the_loop(
             stood_still.set()
 
     monkeypatch.setattr(storage._writer, "_db", Disk(storage._writer._db, wait))
-    monkeypatch.setattr(lane, "CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(connection, "CHECKPOINT_EVERY", 1)
     await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_ITEMS_HERE + 1)])
     assert await asyncio.to_thread(begun.wait, 10)
     call = asyncio.create_task(enqueue(storage, "a"))

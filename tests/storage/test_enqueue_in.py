@@ -17,11 +17,11 @@ import pytest
 import redis
 import redis.asyncio
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Enqueued, Placed, Request, Settled, Update, Work
 from holdfast.errors import LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.jobs import Enqueued, Placed, Request, Settled, Update, Work
 from holdfast.storage import Storage, connect
-from holdfast.storage.sqlite import SqliteStorage
+from holdfast.storage.local.sqlite import SqliteStorage
 from tests import servers
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage

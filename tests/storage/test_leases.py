@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast.jobs import Cancelled, Complete, Lease, Settled, State
+from holdfast._core.jobs import Cancelled, Complete, Lease, Settled, State
 from tests.storage.stage import Stage, fence
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import ManualClock
-from holdfast.jobs import Claim, Enqueued, Fail, Job, Page, Request, Settled, State, Update, Work
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Claim, Enqueued, Fail, Job, Page, Request, Settled, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.stage import Stage, fence
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import ManualClock
-from holdfast.jobs import State, Update
-from holdfast.storage.sqlite import SqliteStorage
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import State, Update
+from holdfast.storage.local.sqlite import SqliteStorage
 from tests.storage.stage import Stage
 
 ALL_AT_ONCE = ("GROUP BY state, view", "count(*)")

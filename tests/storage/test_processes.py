@@ -19,10 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._core.events import Event, Topic
+from holdfast._core.jobs import Complete, Placed, Request, Settled, State, Work
 from holdfast.errors import LayoutTooNew, StorageUnavailable
-from holdfast.events import Event, Topic
-from holdfast.jobs import Complete, Placed, Request, Settled, State, Work
-from holdfast.storage import Storage, audit, connect, lane, wake
+from holdfast.storage import Storage, audit, connect
+from holdfast.storage.local.sqlite import connection, notify
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
 from tests.storage.stage import fence
 
@@ -334,7 +335,7 @@ async def test_where_there_are_no_sockets_a_subscriber_is_woken_by_polling(
     def no_ear(*arguments: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(wake.Ear, "__init__", no_ear)
+    monkeypatch.setattr(notify.Ear, "__init__", no_ear)
     writer = processes.start("enqueue", path)
     await writer.hears()
     async with storage.subscribe(Topic("q", only)) as events:  # type: ignore[arg-type]
@@ -421,7 +422,7 @@ async def test_a_writer_that_takes_too_long_makes_the_storage_unavailable_until_
     path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await enqueue(storage, "a")
-    monkeypatch.setattr(lane, "BUSY_S", 0.2)
+    monkeypatch.setattr(connection, "BUSY_S", 0.2)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         for _ in range(2):
@@ -438,7 +439,7 @@ async def test_many_calls_behind_a_writer_that_takes_too_long_are_all_refused_in
     path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits as long as one would: not one after the other."""
-    monkeypatch.setattr(lane, "BUSY_S", 0.2)
+    monkeypatch.setattr(connection, "BUSY_S", 0.2)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         begun = time.monotonic()

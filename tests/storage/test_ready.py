@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast._core.jobs import Complete, Request, Work
 from holdfast.errors import OptionError
-from holdfast.jobs import Complete, Request, Work
 from tests.storage.stage import Stage
 
 WORKER = "w"

@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Cancelled, Complete, Fail, Kept, Lease, Placed, Request, Settled, State, Work
 from holdfast.errors import StorageFull, StorageUnavailable
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Cancelled, Complete, Fail, Kept, Lease, Placed, Request, Settled, State, Work
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.redis.records import request_args, settlement_args
-from holdfast.storage.redis.wire import Argument, Reply
+from holdfast.storage.redis.codec import request_args, settlement_args
+from holdfast.storage.redis.connection import Argument, Reply
 from tests.storage.behind import RedisSaboteur
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence, heard

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from holdfast._core.events import Kind
+from holdfast._core.jobs import Job, Kept, Outcome, Placed, Settled, State, Update
+from holdfast._core.lifecycle import DAMAGED
 from holdfast.errors import LayoutTooNew
-from holdfast.events import Kind
-from holdfast.jobs import Job, Kept, Outcome, Placed, Settled, State, Update
-from holdfast.machine import DAMAGED
 from holdfast.storage import audit
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.redis.records import waiting_member
+from holdfast.storage.redis.codec import waiting_member
 from tests.storage import keyspace
 from tests.storage.behind import TOTALS, RedisSaboteur
 from tests.storage.harness import Harness

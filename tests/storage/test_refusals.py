@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Topic
+from holdfast._core.jobs import Complete, Fail, Lease, Placed, Release, Request, Retry, Settled, State, Update, Work
 from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.events import Topic
-from holdfast.jobs import Complete, Fail, Lease, Placed, Release, Request, Retry, Settled, State, Update, Work
 from holdfast.storage import Storage, audit, connect
-from holdfast.storage.checks import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES, clean_id
-from holdfast.storage.sqlite import LAYOUT, SqliteStorage
+from holdfast.storage.local.sqlite import LAYOUT, SqliteStorage
+from holdfast.storage.validation import MAX_CALL_BYTES, MAX_ITEMS, MAX_PAYLOAD_BYTES, clean_id
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
 
@@ -358,8 +358,8 @@ async def test_a_storage_that_was_closed_can_be_opened_again(
 FORKED = """
     import asyncio, os, sys
     from holdfast.errors import StorageUnavailable
-    from holdfast.events import Topic
-    from holdfast.jobs import Request, Work
+    from holdfast._core.events import Topic
+    from holdfast._core.jobs import Request, Work
     from holdfast.storage import connect
 
     def refused(verb):

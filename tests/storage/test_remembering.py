@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import waiters
-from holdfast.clock import ManualClock
-from holdfast.jobs import Cancelled, Job, Kept, Placed, Request, Settled, State, Update, Work
+from holdfast._client import waiters
+from holdfast._core.clock import ManualClock
+from holdfast._core.jobs import Cancelled, Job, Kept, Placed, Request, Settled, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.stage import Stage
 

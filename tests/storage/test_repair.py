@@ -18,16 +18,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from holdfast.clock import ManualClock
-from holdfast.events import Kind
-from holdfast.jobs import Job, Next, Outcome, Placed, Problem, Request, Settled, State, Update, Work
-from holdfast.machine import DAMAGED
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind
+from holdfast._core.jobs import Job, Next, Outcome, Placed, Problem, Request, Settled, State, Update, Work
+from holdfast._core.lifecycle import DAMAGED
 from holdfast.storage import audit
-from holdfast.storage.engine import REPAIR_PAGE
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.local.engine import REPAIR_PAGE
+from holdfast.storage.local.memory import MemoryStorage
+from holdfast.storage.local.sqlite import SqliteStorage
+from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.sqlite import SqliteStorage
-from holdfast.storage.table import VIEWS
 from tests.storage.behind import RedisSaboteur
 from tests.storage.harness import Harness, RedisHarness, SqliteHarness
 from tests.storage.stage import Stage, fence

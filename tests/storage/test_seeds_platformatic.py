@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from holdfast import waiters
+from holdfast._client import waiters
+from holdfast._client.waiters import wait
+from holdfast._core.jobs import Cancelled, Complete, Enqueued, Kept, Outcome, Placed, Settled, State, Update
 from holdfast.errors import JobForgotten, OptionError, WaitTimeout
-from holdfast.jobs import Cancelled, Complete, Enqueued, Kept, Outcome, Placed, Settled, State, Update
-from holdfast.waiters import wait
 from tests.storage.stage import Stage, fence
 
 

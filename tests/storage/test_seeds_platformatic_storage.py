@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Placed, Request, Settled, State, Work
 from holdfast.errors import PayloadRejected
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Placed, Request, Settled, State, Work
 from holdfast.storage import connect
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, heard

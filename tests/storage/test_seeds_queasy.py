@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Topic
+from holdfast._core.jobs import Cancelled, Job, Lease, Placed, Settled, State, Update, Work
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.events import Topic
-from holdfast.jobs import Cancelled, Job, Lease, Placed, Settled, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence

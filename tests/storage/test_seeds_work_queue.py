@@ -13,12 +13,12 @@ from collections import Counter
 
 import pytest
 
+from holdfast._core.jobs import Job, Placed, Settled, State, new_id
 from holdfast.errors import OptionError
-from holdfast.jobs import Job, Placed, Settled, State, new_id
 from holdfast.storage import audit
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.local.memory import MemoryStorage
+from holdfast.storage.local.sqlite import SqliteStorage
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.sqlite import SqliteStorage
 from tests.storage.behind import RedisSaboteur
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage

@@ -10,10 +10,10 @@ import asyncio
 
 import pytest
 
-from holdfast import waiters
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Cancelled, Placed, Settled, State, Swept
-from holdfast.storage.hub import Hub
+from holdfast._client import waiters
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Cancelled, Placed, Settled, State, Swept
+from holdfast.storage.subscriptions import Hub
 from tests.storage.stage import Stage, heard
 
 # Queues

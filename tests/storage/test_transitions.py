@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.jobs import Cancelled, Job, Placed, Settled, Update
-from holdfast.machine import TRANSITIONS, Act, Phase, phase_of
+from holdfast._core.jobs import Cancelled, Job, Placed, Settled, Update
+from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
 from tests.storage.stage import Stage
 
 DAY = 86_400

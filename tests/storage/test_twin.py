@@ -17,12 +17,12 @@ import pytest
 import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
 
-from holdfast.clock import ManualClock
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Kind, Topic
+from holdfast._core.jobs import Complete, Job, Placed, Request, Settled, Update, Work
 from holdfast.errors import PayloadRejected, StorageUnavailable
-from holdfast.events import Kind, Topic
-from holdfast.jobs import Complete, Job, Placed, Request, Settled, Update, Work
 from holdfast.storage import Storage, audit, connect
-from holdfast.storage.memory import MemoryStorage
+from holdfast.storage.local.memory import MemoryStorage
 from holdfast.storage.redis import RedisStorage, of_client
 from tests import servers
 from tests.redis.test_sentinel import SERVICE, Watched

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from holdfast.jobs import Enqueued, Job, Outcome, Placed, Request, Settled, State, Update, Work
+from holdfast._core.jobs import Enqueued, Job, Outcome, Placed, Request, Settled, State, Update, Work
 from tests.storage.stage import Stage
 
 RunAt = bool | Literal["if_later", "if_earlier"]

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import pytest
 
-from holdfast import waiters
-from holdfast.clock import ManualClock
+from holdfast._client import waiters
+from holdfast._client.waiters import wait
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import Event, Topic
+from holdfast._core.jobs import Cancelled, Job, Outcome, Placed, Request, State, Update, Work
+from holdfast._core.lifecycle import Answer, answer
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, WaitTimeout
-from holdfast.events import Event, Topic
-from holdfast.jobs import Cancelled, Job, Outcome, Placed, Request, State, Update, Work
-from holdfast.machine import Answer, answer
 from holdfast.storage import Storage
-from holdfast.waiters import wait
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage
 

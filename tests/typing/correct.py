@@ -38,8 +38,8 @@ from holdfast import (
     content_id,
     current_job,
 )
+from holdfast._client.sync import SyncHandle, SyncLease
 from holdfast.storage import Storage, connect
-from holdfast.sync import SyncHandle, SyncLease
 from holdfast.testing import Rehearsal, rehearse
 
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.arguments import Arguments, UnknownParameter, content_id, id_maker
-from holdfast.codec import Codecs
+from holdfast._core.arguments import Arguments, UnknownParameter, content_id, id_maker
+from holdfast._core.codec import Codecs
+from holdfast._core.retry_policy import TASK, Terms
+from holdfast._worker.handler import Handler
 from holdfast.errors import OptionError, PayloadRejected
-from holdfast.execution import Handler
-from holdfast.policy import TASK, Terms
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

@@ -17,7 +17,7 @@ from benchmarks.pages import Judged, number, table
 from benchmarks.peers.figures import Run
 from benchmarks.peers.measure import Measured
 from benchmarks.peers.systems import HOLDFAST, LIMIT
-from holdfast.jobs import Request, Work
+from holdfast._core.jobs import Request, Work
 from tests.servers import shared
 
 

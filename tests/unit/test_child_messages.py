@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.children import Child, Parent
-from holdfast.frames import Begin, Done, FromChild, Progress, Refused
-from holdfast.policy import Returned
+from holdfast._core.retry_policy import Returned
+from holdfast._worker.processes.child_handle import Child, Parent
+from holdfast._worker.processes.messages import Begin, Done, FromChild, Progress, Refused
 from holdfast.version import VERSION
 
 

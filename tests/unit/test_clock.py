@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.clock import STEP_BACK_US, ManualClock, QueueTime, SystemClock
+from holdfast._core.clock import STEP_BACK_US, ManualClock, QueueTime, SystemClock
 
 SECOND = 1_000_000
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.codec import MAX_DEPTH, Codecs, canonical
+from holdfast._core.codec import MAX_DEPTH, Codecs, canonical
 from holdfast.errors import OptionError, PayloadRejected
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.

@@ -7,9 +7,8 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from holdfast.errors import JobError
-from holdfast.jobs import Fail, Job, Retry, Run, Settlement, Work
-from holdfast.policy import (
+from holdfast._core.jobs import Fail, Job, Retry, Run, Settlement, Work
+from holdfast._core.retry_policy import (
     FAIL_HANDLER,
     PULL,
     TASK,
@@ -20,6 +19,7 @@ from holdfast.policy import (
     is_suspect,
     verdict,
 )
+from holdfast.errors import JobError
 
 NOW = 1_800_000_000_000_000
 FENCE = NOW + 7

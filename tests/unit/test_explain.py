@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
+from holdfast._client.explain import explain, reasons
+from holdfast._core.jobs import Job, Next, Outcome, QueueStats, Run, State, Work
+from holdfast._core.retry_policy import encode_error
 from holdfast.errors import JobError
-from holdfast.explain import explain, reasons
-from holdfast.jobs import Job, Next, Outcome, QueueStats, Run, State, Work
-from holdfast.policy import encode_error
 
 NOW = 1_800_000_000_000_000
 SECOND = 1_000_000
@@ -104,7 +104,7 @@ def test_jobs_in_front_are_counted(ahead: tuple[int, bool], sentence: str) -> No
 
 async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many jobs before it are not due, and do not count, but have to be looked at."""
-    monkeypatch.setattr("holdfast.explain.MOST_AHEAD", 100)
+    monkeypatch.setattr("holdfast._client.explain.MOST_AHEAD", 100)
     async with Holdfast("memory://") as app:
         queue = app.queue("emails")
         await queue.enqueue(None, priority=9)

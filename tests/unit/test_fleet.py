@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast.fleet import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Fleet, Order, Served
+from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Fleet, Order, Served
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.fleet import LOWER_FIRST_EVERY, MAX_BLOCK_S, NEVER, Fleet, Served
+from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_BLOCK_S, NEVER, Fleet, Served
 
 
 def crowded(*, priority: int = 100) -> Fleet:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import JobError
-from holdfast.frames import (
+from holdfast._core.retry_policy import Raised, Returned
+from holdfast._worker.processes.messages import (
     MAX_FRAME_BYTES,
     Begin,
     Done,
@@ -28,7 +28,7 @@ from holdfast.frames import (
     frame_limit,
     receive,
 )
-from holdfast.policy import Raised, Returned
+from holdfast.errors import JobError
 from tests.app.conftest import until
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.

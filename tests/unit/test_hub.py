@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.events import Event, Kind, Topic
-from holdfast.storage.hub import Hub, Subscription
+from holdfast._core.events import Event, Kind, Topic
+from holdfast.storage.subscriptions import Hub, Subscription
 
 
 def happened(id: str) -> Event:

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.events import Event, Kind, Topic
-from holdfast.jobs import Cancelled, new_id
+from holdfast._core.events import Event, Kind, Topic
+from holdfast._core.jobs import Cancelled, new_id
 
 
 def test_ids_are_unique_and_sort_by_the_time_they_were_made() -> None:

@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from holdfast import machine
-from holdfast.clock import QueueTime
-from holdfast.jobs import Job, Next, Outcome, Placed, Request, Retry, Run, State, Work
-from holdfast.machine import TRANSITIONS, Act, Answer, Phase
+from holdfast._core import lifecycle
+from holdfast._core.clock import QueueTime
+from holdfast._core.jobs import Job, Next, Outcome, Placed, Request, Retry, Run, State, Work
+from holdfast._core.lifecycle import TRANSITIONS, Act, Answer, Phase
 
 NOW = 1_800_000_000_000_000
 DAY_US = 86_400_000_000
@@ -47,19 +47,19 @@ def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
     ],
 )
 def test_a_record_is_in_the_phase_that_its_parts_name(job: Job | None, phase: Phase) -> None:
-    assert machine.phase_of(job, NOW) is phase
+    assert lifecycle.phase_of(job, NOW) is phase
 
 
 @pytest.mark.parametrize(("late_us", "there"), [(-1, True), (0, False), (1, False), (DAY_US, False)])
 def test_a_write_lets_go_of_a_previous_outcome_from_its_forget_time_on(late_us: int, there: bool) -> None:
     job = replace(WAITING, previous=ended(State.COMPLETED, forget_at=NOW))
-    assert (machine.tidy(job, NOW + late_us).previous is not None) is there
+    assert (lifecycle.tidy(job, NOW + late_us).previous is not None) is there
 
 
 @pytest.mark.parametrize("counts", ["retries", "stalls", "timeouts"])
 def test_every_retry_adds_one_to_the_count_that_it_names(counts: Literal["retries", "stalls", "timeouts"]) -> None:
     job = replace(RUNNING, retries=1, stalls=3, timeouts=5)
-    again = machine.settle(job, Retry("a", NOW, counts=counts), QueueTime(last_at=NOW, last_stamp=NOW)).job
+    again = lifecycle.settle(job, Retry("a", NOW, counts=counts), QueueTime(last_at=NOW, last_stamp=NOW)).job
     assert again is not None
     added = {name: getattr(again, name) - getattr(job, name) for name in ("retries", "stalls", "timeouts")}
     assert added == {name: int(name == counts) for name in added}
@@ -70,19 +70,19 @@ def test_every_retry_adds_one_to_the_count_that_it_names(counts: Literal["retrie
 )
 def test_keep_is_answered_from_the_cache_until_dedup_ttl_and_never_after(late_us: int, placed: Placed) -> None:
     job = replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW))
-    _, reply = machine.enqueue(job, Request("a", Work(b"2")), QueueTime(last_at=NOW + late_us))
+    _, reply = lifecycle.enqueue(job, Request("a", Work(b"2")), QueueTime(last_at=NOW + late_us))
     assert reply.placed is placed
 
 
 def test_a_damaged_record_is_a_failure_that_is_listed_for_a_week_with_what_is_left_of_it() -> None:
-    job = machine.damaged("a", b"left", NOW)
+    job = lifecycle.damaged("a", b"left", NOW)
     assert (job.state, job.payload) == (State.FAILED, b"left")
-    assert job.outcome == Outcome(NOW, State.FAILED, NOW, NOW + 7 * DAY_US, error=machine.DAMAGED)
+    assert job.outcome == Outcome(NOW, State.FAILED, NOW, NOW + 7 * DAY_US, error=lifecycle.DAMAGED)
 
 
 def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_never_less_than_a_minute() -> None:
     for ttl_ms, remembered_us in ((None, 3_600_000_000), (0, 60_000_000), (120_000, 120_000_000)):
-        step, _ = machine.cancel(replace(WAITING, work=Work(b"1", result_ttl_ms=ttl_ms)), NOW)
+        step, _ = lifecycle.cancel(replace(WAITING, work=Work(b"1", result_ttl_ms=ttl_ms)), NOW)
         assert step.job is not None
         assert step.job.outcome is not None
         assert step.job.outcome.forget_at == NOW + remembered_us
@@ -103,12 +103,12 @@ def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_
 def test_a_waiter_is_told_the_oldest_outcome_that_is_not_older_than_its_request(
     job: Job | None, generation: int, told: Outcome | Answer
 ) -> None:
-    assert machine.answer(job, generation) == told
+    assert lifecycle.answer(job, generation) == told
 
 
 def test_of_two_outcomes_the_older_answers_whom_it_can() -> None:
     earlier, later = ended(State.COMPLETED, generation=NOW - 10), ended(State.FAILED)
     job = replace(WAITING, previous=earlier, outcome=later)
-    assert machine.answer(job, NOW - 20) == earlier
-    assert machine.answer(job, NOW - 10) == earlier
-    assert machine.answer(job, NOW - 9) == later
+    assert lifecycle.answer(job, NOW - 20) == earlier
+    assert lifecycle.answer(job, NOW - 10) == earlier
+    assert lifecycle.answer(job, NOW - 9) == later

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import OptionError
-from holdfast.jobs import MAX_MS, Update
-from holdfast.options import (
+from holdfast._core.jobs import MAX_MS, Update
+from holdfast._core.options import (
     DEFAULT_WAIT_S,
     MAX_WAIT_S,
     EnqueueOptions,
@@ -31,6 +30,7 @@ from holdfast.options import (
     to_update,
     to_wait_s,
 )
+from holdfast.errors import OptionError
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

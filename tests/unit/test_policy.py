@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.errors import JobError
-from holdfast.jobs import Complete, Fail, Job, Release, Retry, Run, Settlement, Work
-from holdfast.policy import (
+from holdfast._core.jobs import Complete, Fail, Job, Release, Retry, Run, Settlement, Work
+from holdfast._core.retry_policy import (
     FAIL_HANDLER,
     MAX_FOLLOW_UP_BYTES,
     MAX_MESSAGE,
@@ -38,6 +37,7 @@ from holdfast.policy import (
     timeout_ms,
     verdict,
 )
+from holdfast.errors import JobError
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.processes import Process, memory, said_of
+from holdfast._worker.processes.os_process import Process, memory, said_of
 from tests.app.conftest import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 BEGIN = """
 import os, signal, socket, subprocess, sys, time
-from holdfast.processes import is_child_of
+from holdfast._worker.processes.os_process import is_child_of
 *numbers, parent, name = sys.argv[1:]
 end = socket.socket(fileno=int(numbers[0]))
 """
@@ -201,7 +201,7 @@ async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path) -> 
     (tmp_path / "program.py").write_text(BEGIN + program)
     (tmp_path / "parent.py").write_text(
         "import asyncio, sys, threading, time\n"
-        "from holdfast.processes import Process\n"
+        "from holdfast._worker.processes.os_process import Process\n"
         "async def main():\n"
         "    process = Process('program', 'a name')\n"
         "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"

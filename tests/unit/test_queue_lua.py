@@ -8,16 +8,17 @@ import re
 
 import pytest
 
-from holdfast import clock, machine
-from holdfast.clock import ManualClock
-from holdfast.events import ENDS, ENDS_A_WAIT, MAKES_READY, Kind
-from holdfast.jobs import State
-from holdfast.storage import checks, engine
-from holdfast.storage.redis import library as lua
-from holdfast.storage.redis import records
+from holdfast._core import clock, lifecycle
+from holdfast._core.clock import ManualClock
+from holdfast._core.events import ENDS, ENDS_A_WAIT, MAKES_READY, Kind
+from holdfast._core.jobs import State
+from holdfast.storage import validation
+from holdfast.storage.local import engine
+from holdfast.storage.redis import codec
+from holdfast.storage.redis import script as lua
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.library import BODY, CLOCK, INJECTED_CLOCK, Library
-from holdfast.storage.redis.servers import find
+from holdfast.storage.redis.script import BODY, CLOCK, INJECTED_CLOCK, Library
+from holdfast.storage.redis.topology import find
 
 COMMANDS = set(re.findall(r"call\('([A-Z]+)'", BODY))
 WHOLE = {
@@ -94,19 +95,19 @@ def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
     ],
 )
 def test_the_library_has_the_machines_lengths(name: str) -> None:
-    assert constant(name) == getattr(clock if name in ("STEP_BACK_US", "MAX_STEPS") else machine, name)
+    assert constant(name) == getattr(clock if name in ("STEP_BACK_US", "MAX_STEPS") else lifecycle, name)
 
 
 def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
-    assert machine.DAMAGED.decode() in BODY
-    assert constant("MAX_CALL_BYTES") == checks.MAX_CALL_BYTES
+    assert lifecycle.DAMAGED.decode() in BODY
+    assert constant("MAX_CALL_BYTES") == validation.MAX_CALL_BYTES
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
     assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
     assert constant("MEND_PASSES") == engine.MEND_PASSES
     assert constant("LAYOUT") == lua.LAYOUT
-    assert [constant(state.name) for state in State] == [records.STATES.index(state) for state in State]
+    assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
-    assert kinds == {kind.name: 1 + records.KINDS.index(kind) for kind in Kind}
+    assert kinds == {kind.name: 1 + codec.KINDS.index(kind) for kind in Kind}
     for name, wanted in (("ENDS", ENDS), ("ENDS_A_WAIT", ENDS_A_WAIT), ("MAKES_READY", MAKES_READY)):
         assert set(re.findall(r"KIND\.([A-Z_]+)", _table(name))) == {kind.name for kind in wanted}
 
@@ -123,7 +124,7 @@ OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep
 
 
 def test_every_decision_of_the_machine_has_its_namesake() -> None:
-    tree = ast.parse(inspect.getsource(machine))
+    tree = ast.parse(inspect.getsource(lifecycle))
     names = {node.name.lstrip("_") for node in tree.body if isinstance(node, ast.FunctionDef)} - NOT_IN_LUA
     defined = set(re.findall(r"(?m)^(?:local )?function (?:machine\.)?(\w+)\(", BODY))
     assert {OTHERWISE.get(name, name) for name in names} <= defined

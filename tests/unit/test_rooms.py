@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.fleet import MAX_SUSPECTS, NEVER, Fleet, Order, Served
+from holdfast._core.capacity import MAX_SUSPECTS, NEVER, Fleet, Order, Served
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Holdfast, OptionError
-from holdfast.targets import find, load, split
+from holdfast._worker.app_loader import find, load, split
 
 Write = Callable[[str, str], None]
 APP = "from holdfast import Holdfast\n"
@@ -103,7 +103,7 @@ def test_a_module_that_fails_is_shown_with_the_users_own_lines(write: Write, tex
     assert says in told
     assert "broken.py" in told
     assert "importlib" not in told
-    assert "targets.py" not in told
+    assert "app_loader.py" not in told
 
 
 def test_an_app_is_found_in_the_module_that_has_it(write: Write) -> None:

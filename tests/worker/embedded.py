@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import holdfast.pool
+import holdfast._worker.processes.pool
 from holdfast import Holdfast, OptionError, RunEvent, current_job
 from tests.worker.scene import make_app, note
 
@@ -145,7 +145,7 @@ async def cancelled() -> dict[str, Any]:
 
 async def spare() -> dict[str, Any]:
     """A child for suspects goes when nothing suspicious has come for a while."""
-    holdfast.pool.SPARE_IDLE_S = 0.5
+    holdfast._worker.processes.pool.SPARE_IDLE_S = 0.5
     async with app, app.worker(processes=1, lease=1):
         suspect = await crash.enqueue()
         await until(lambda: [kind for kind, queue, _ in events if queue == "crash"].count("stalled") == 2)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Failure, PermanentError, RunEvent, current_job
-from holdfast.execution import CurrentJob
+from holdfast._worker.handler import CurrentJob
 from tests.worker.scene import NOTES, make_app, note
 
 WEIGHTS = {"ok": 65, "throw": 15, "permanent": 5, "hang": 10, "spin": 3, "crash": 2}

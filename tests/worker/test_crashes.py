@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from holdfast import JobFailed, children
-from holdfast.pool import Pool
+from holdfast import JobFailed
+from holdfast._worker.processes import child_handle
+from holdfast._worker.processes.pool import Pool
+from holdfast._worker.worker import Worker
 from holdfast.storage import connect
-from holdfast.worker import Worker
 from tests.worker.conftest import ROOT, Scene, WorkerProcess, until
 
 ON_THE_LOOP = [
@@ -173,7 +174,7 @@ async def test_no_memory_and_sys_exit_are_failures_like_any_other(scene: Scene) 
 async def test_half_a_frame_is_not_waited_for_longer_than_its_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "PART_S", 1.0)
+    monkeypatch.setattr(child_handle, "PART_S", 1.0)
     async with embedded(scene, monkeypatch, "crashes:app"):
         napping = await scene.app.queue("nap").enqueue({}, id="n")
         await scene.noted("nap")

@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast import JobCancelled, JobFailed, State, children
-from holdfast.pool import Pool
+from holdfast import JobCancelled, JobFailed, State
+from holdfast._worker.processes import child_handle
+from holdfast._worker.processes.pool import Pool
+from holdfast._worker.worker import Worker
 from holdfast.storage import connect
-from holdfast.worker import Worker
 from tests.processes import parents
 from tests.worker.conftest import ROOT, Scene, until
 
@@ -202,7 +203,7 @@ async def test_what_a_handler_forks_ends_when_the_handler_terminates_it(scene: S
 async def test_a_process_that_what_a_run_left_behind_has_made_deaf_is_replaced_before_a_job_is_lost_to_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(children, "LOST_S", 1.0)
+    monkeypatch.setattr(child_handle, "LOST_S", 1.0)
     async with embedded(scene, monkeypatch, "stuck:app"):
         await scene.app.queue("leaves").enqueue({})
         await scene.noted("blocked")

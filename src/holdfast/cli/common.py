@@ -19,11 +19,11 @@ from urllib.parse import unquote, urlsplit
 import click
 import msgspec
 
-from holdfast.app import Holdfast
-from holdfast.connection import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
+from holdfast._client.app import Holdfast
+from holdfast._client.session import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
+from holdfast._core.text import length, printable
 from holdfast.errors import OptionError
 from holdfast.storage import DEFAULT_URL
-from holdfast.text import length, printable
 
 NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
 """Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot

@@ -17,11 +17,11 @@ from typing import Any
 
 import click
 
-from holdfast.app import Holdfast
+from holdfast._client.app import Holdfast
+from holdfast._client.session import URL_VARIABLE
+from holdfast._core.jobs import State
 from holdfast.cli.common import NO, end
-from holdfast.connection import URL_VARIABLE
 from holdfast.errors import HoldfastError, JobFailed
-from holdfast.jobs import State
 from holdfast.storage import redact
 
 QUICK_JOBS = 500
@@ -48,7 +48,7 @@ def demo(url: str | None) -> None:
 
 async def _show_everything(url: str, folder: Path) -> None:
     os.environ[URL_VARIABLE] = url
-    from holdfast.cli import demo_tasks as tasks  # It reads the environment.
+    from holdfast.cli import demo_tasks as tasks
 
     where = "one SQLite file, no server" if url.startswith("sqlite") else redact(url)
     async with tasks.app as app:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 
-from holdfast.app import Holdfast
-from holdfast.clock import SystemClock
-from holdfast.execution import Failure, current_job
+from holdfast._client.app import Holdfast
+from holdfast._core.clock import SystemClock
+from holdfast._worker.handler import Failure, current_job
 
 app = Holdfast(namespace="holdfast-demo")
 

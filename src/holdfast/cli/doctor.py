@@ -7,11 +7,11 @@ import time
 
 import click
 
-from holdfast.app import Holdfast
+from holdfast._client.app import Holdfast
+from holdfast._core.clock import SystemClock
+from holdfast._core.jobs import About, Snapshot
+from holdfast._worker.app_loader import load
 from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
-from holdfast.clock import SystemClock
-from holdfast.jobs import About, Snapshot
-from holdfast.targets import load
 
 SKEW_WARN_S = 1.0
 LATENCY_WARN_MS = 50.0

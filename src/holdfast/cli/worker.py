@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager
 
 import click
 
-from holdfast.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
+from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
+from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, Address
+from holdfast._worker.app_loader import load, split
+from holdfast._worker.logs import FORMATS, Logs, set_up
+from holdfast._worker.processes.pool import Pool
+from holdfast._worker.reports import default_worker_name
+from holdfast._worker.worker import Worker
 from holdfast.cli.common import Number, look_here, settings
-from holdfast.connection import NAMESPACE_VARIABLE, URL_VARIABLE, Address
 from holdfast.errors import HoldfastError
-from holdfast.logs import FORMATS, Logs, set_up
-from holdfast.pool import Pool
-from holdfast.reports import default_worker_name
 from holdfast.storage import Storage, connect
-from holdfast.storage.checks import check_worker
-from holdfast.targets import load, split
-from holdfast.worker import Worker
+from holdfast.storage.validation import check_worker
 
 MAX_GRACE_S = 86_400.0
 

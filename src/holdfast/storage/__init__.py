@@ -1,7 +1,7 @@
 """The storage protocol: the verbs that every storage offers, each one atomic step. And `connect`, which opens one.
 
-Python decides, the storage obeys: no backoff, limit or handler is known here. Values are in holdfast.jobs, what they
-mean is in holdfast.machine. `tests/storage` is the suite that a storage must pass, yours too.
+Python decides, the storage obeys: no backoff, limit or handler is known here. Values are in _core/jobs.py, what they
+mean is in _core/lifecycle.py. `tests/storage` is the suite that a storage must pass, yours too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol, Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from holdfast.clock import Clock
-from holdfast.errors import OptionError
-from holdfast.events import Events, Topic
-from holdfast.jobs import (
+from holdfast._core.clock import Clock
+from holdfast._core.events import Events, Topic
+from holdfast._core.jobs import (
     About,
     Cancelled,
     Claim,
@@ -40,6 +39,7 @@ from holdfast.jobs import (
     State,
     Swept,
 )
+from holdfast.errors import OptionError
 
 __all__ = ["Complete", "Fail", "Release", "Retry", "Settlement", "Storage", "audit", "connect"]
 
@@ -213,7 +213,7 @@ def _sqlite(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
             " use sqlite:///jobs.db (relative), sqlite:////srv/jobs.db (absolute) or memory://"
         )
     asked = _query(url, parts, {"synchronous"})
-    module = importlib.import_module("holdfast.storage.sqlite")
+    module = importlib.import_module("holdfast.storage.local.sqlite")
     storage: Storage = module.SqliteStorage(path, **asked, **options)
     return storage
 
@@ -227,7 +227,7 @@ def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
     key = (name, options["namespace"])
     if name and key in _shared:
         return _shared[key]
-    module = importlib.import_module("holdfast.storage.memory")
+    module = importlib.import_module("holdfast.storage.local.memory")
     storage: Storage = module.MemoryStorage(name, **options)
     return _shared.setdefault(key, storage) if name else storage  # Another thread may have been quicker.
 

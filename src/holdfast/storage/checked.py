@@ -10,9 +10,8 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Self
 
-from holdfast.errors import StorageUnavailable
-from holdfast.events import Events, Topic
-from holdfast.jobs import (
+from holdfast._core.events import Events, Topic
+from holdfast._core.jobs import (
     About,
     Cancelled,
     Claim,
@@ -32,15 +31,16 @@ from holdfast.jobs import (
     State,
     Swept,
 )
-from holdfast.storage import checks
-from holdfast.storage.hub import Hub, Subscription
+from holdfast.errors import StorageUnavailable
+from holdfast.storage import validation
+from holdfast.storage.subscriptions import Hub, Subscription
 
 
 class CheckedStorage(ABC):
     """See `holdfast.storage.Storage` for what the verbs promise."""
 
-    def __init__(self, max_payload: int = checks.MAX_PAYLOAD_BYTES) -> None:
-        self._max_payload = checks.check_max_payload(max_payload)
+    def __init__(self, max_payload: int = validation.MAX_PAYLOAD_BYTES) -> None:
+        self._max_payload = validation.check_max_payload(max_payload)
         self._hub = Hub()
         self._pid: int | None = None
 
@@ -58,88 +58,88 @@ class CheckedStorage(ABC):
             raise StorageUnavailable(f"{self!r} was opened by another process: open one of your own after a fork")
 
     async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
-        checks.check_requests(queue, jobs, self._max_payload)
+        validation.check_requests(queue, jobs, self._max_payload)
         return await self._enqueue(queue, jobs) if jobs else []
 
     def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
-        checks.check_requests(queue, jobs, self._max_payload)
+        validation.check_requests(queue, jobs, self._max_payload)
         return self._enqueue_in(transaction, queue, jobs) if jobs else []
 
     async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
-        checks.check_queue(queue)
-        checks.check_limit(limit, checks.MAX_ITEMS)
-        checks.check_lease(worker, lease_ms)
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_ITEMS)
+        validation.check_lease(worker, lease_ms)
         return await self._claim(queue, limit, worker, lease_ms)
 
     async def ready(self, queues: Sequence[str]) -> list[str]:
-        checks.check_queues(queues)
+        validation.check_queues(queues)
         return await self._ready(queues) if queues else []
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
-        checks.check_settlements(queue, batch, self._max_payload)
-        checks.check_worker(worker)
+        validation.check_settlements(queue, batch, self._max_payload)
+        validation.check_worker(worker)
         return await self._settle(queue, batch, worker) if batch else []
 
     async def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
-        checks.check_leases(queue, leases, self._max_payload)
-        checks.check_lease(worker, lease_ms)
+        validation.check_leases(queue, leases, self._max_payload)
+        validation.check_lease(worker, lease_ms)
         return await self._extend(queue, leases, worker, lease_ms) if leases else Extended([], [])
 
     async def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
-        checks.check_ids(queue, ids)
+        validation.check_ids(queue, ids)
         return await self._cancel(queue, ids) if ids else []
 
     async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
-        checks.check_ids(queue, ids)
+        validation.check_ids(queue, ids)
         return await self._get(queue, ids) if ids else []
 
     async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[Kept]:
-        checks.check_ids(queue, ids)
-        checks.check_length("ttl_ms", ttl_ms)
+        validation.check_ids(queue, ids)
+        validation.check_length("ttl_ms", ttl_ms)
         return await self._keep(queue, ids, ttl_ms, at_least) if ids else []
 
     def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
-        checks.check_topics(topics)
+        validation.check_topics(topics)
         self._check_open()
         return self._subscribe(topics)
 
     async def scan(self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100) -> Page:
-        checks.check_queue(queue)
-        checks.check_limit(limit, checks.MAX_PAGE)
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_PAGE)
         if state is not None:
-            checks.check_states([state])
+            validation.check_states([state])
             state = State(state)
         return await self._scan(queue, state, after, limit)
 
     async def pause(self, queue: str, paused: bool, *, reason: str = "") -> None:
-        checks.check_queue(queue)
-        checks.check_pause(paused, reason)
+        validation.check_queue(queue)
+        validation.check_pause(paused, reason)
         await self._pause(queue, paused, reason)
 
-    async def sweep(self, queue: str, limit: int = checks.MAX_SWEEP, *, worker: str | None = None) -> Swept:
-        checks.check_queue(queue)
-        checks.check_limit(limit, checks.MAX_SWEEP)
+    async def sweep(self, queue: str, limit: int = validation.MAX_SWEEP, *, worker: str | None = None) -> Swept:
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_SWEEP)
         if worker is not None:
-            checks.check_worker(worker)
+            validation.check_worker(worker)
         return await self._sweep(queue, limit, worker)
 
     async def purge(self, queue: str, states: Collection[State], limit: int = 100, *, drop: bool = False) -> int:
-        checks.check_queue(queue)
-        checks.check_limit(limit, checks.MAX_PAGE)
-        checks.check_states(states)
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_PAGE)
+        validation.check_states(states)
         return await self._purge(queue, {State(state) for state in states}, limit, drop)
 
     async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
-        checks.check_lease(worker, ttl_ms)
-        checks.check_facts(facts)
+        validation.check_lease(worker, ttl_ms)
+        validation.check_facts(facts)
         return await self._announce(worker, facts, ttl_ms)
 
     async def evict(self, worker: str) -> bool:
-        checks.check_worker(worker)
+        validation.check_worker(worker)
         return await self._evict(worker)
 
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:
-        checks.check_queue(queue)
+        validation.check_queue(queue)
         return await self._repair(queue, dry_run, cursor)
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:

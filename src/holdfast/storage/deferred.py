@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
-from holdfast.events import Events, Topic
-from holdfast.jobs import (
+from holdfast._core.events import Events, Topic
+from holdfast._core.jobs import (
     About,
     Cancelled,
     Claim,

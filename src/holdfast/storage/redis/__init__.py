@@ -1,7 +1,7 @@
 """Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
 
-library.py hands the script to a server, calls.py numbers and batches calls, wire.py carries them, servers.py knows
-where to, pipelines.py lets some travel with others', notices.py hears what happens, records.py knows the bytes,
+script.py hands the script to a server, calls.py numbers and batches calls, connection.py carries them, topology.py
+knows where to, pipelines.py lets some travel with others', notify.py hears what happens, codec.py knows the bytes,
 pages.py and stats.py read, audit.py checks.
 """
 
@@ -18,11 +18,10 @@ from typing import Any, Self
 import msgspec
 from redis.asyncio import RedisCluster
 
-from holdfast import machine
-from holdfast.clock import Clock, QueueTime
-from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
-from holdfast.events import Event, Events, Kind, Topic
-from holdfast.jobs import (
+from holdfast._core import lifecycle
+from holdfast._core.clock import Clock, QueueTime
+from holdfast._core.events import Event, Events, Kind, Topic
+from holdfast._core.jobs import (
     About,
     Cancelled,
     Claim,
@@ -45,19 +44,14 @@ from holdfast.jobs import (
     State,
     Swept,
 )
-from holdfast.storage import checks
+from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.storage import validation
 from holdfast.storage.checked import CheckedStorage
-from holdfast.storage.checks import FAILED_SUFFIX, clean_id, id_bytes
-from holdfast.storage.hub import Subscription
-from holdfast.storage.reading import as_read, listed, read_cursor, write_cursor
-from holdfast.storage.redis import servers as places
+from holdfast.storage.local.reading import as_read, listed, read_cursor, write_cursor
+from holdfast.storage.redis import topology as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.library import LAYOUT
-from holdfast.storage.redis.notices import Bell, Ear
-from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
-from holdfast.storage.redis.pipelines import pipeline_for
-from holdfast.storage.redis.records import (
+from holdfast.storage.redis.codec import (
     ENQUEUED,
     FENCE,
     PLACED,
@@ -69,9 +63,15 @@ from holdfast.storage.redis.records import (
     request_args,
     settlement_args,
 )
-from holdfast.storage.redis.servers import Servers
+from holdfast.storage.redis.connection import Argument, Reply
+from holdfast.storage.redis.notify import Bell, Ear
+from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
+from holdfast.storage.redis.pipelines import pipeline_for
+from holdfast.storage.redis.script import LAYOUT
 from holdfast.storage.redis.stats import queue_stats, worker_stats
-from holdfast.storage.redis.wire import Argument, Reply
+from holdfast.storage.redis.topology import Servers
+from holdfast.storage.subscriptions import Subscription
+from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
 
@@ -120,12 +120,12 @@ class RedisStorage(CheckedStorage):
         *,
         namespace: str = "hf",
         clock: Clock | None = None,
-        max_payload: int = checks.MAX_PAYLOAD_BYTES,
+        max_payload: int = validation.MAX_PAYLOAD_BYTES,
         timeout_s: float = TIMEOUT_S,
         allow_eviction: bool = False,
     ) -> None:
         super().__init__(max_payload)
-        self.namespace = checks.check_namespace(namespace)
+        self.namespace = validation.check_namespace(namespace)
         self._servers = servers
         self._clock = clock
         self._timeout_s = timeout_s
@@ -433,7 +433,7 @@ class RedisStorage(CheckedStorage):
         now, skew, raws, runs = await self._calls.read(self._key(queue), "get", *keys)
         time = QueueTime(now, skew=skew)
         jobs = [job_or_damaged(id, raw, run, now) for id, raw, run in zip(keys, raws, runs, strict=True)]
-        return [None if job is None or machine.forgotten(job, now) else as_read(job, time) for job in jobs]
+        return [None if job is None or lifecycle.forgotten(job, now) else as_read(job, time) for job in jobs]
 
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
         self._check_open()

@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from holdfast.clock import QueueTime
+from holdfast._core.clock import QueueTime
+from holdfast._core.events import ENDS, STARTS, Kind
+from holdfast._core.jobs import Job, Problem, Repaired, State
 from holdfast.errors import OptionError
-from holdfast.events import ENDS, STARTS, Kind
-from holdfast.jobs import Job, Problem, Repaired, State
-from holdfast.storage.checks import clean_id
-from holdfast.storage.examine import examine
+from holdfast.storage.local.audit import examine
+from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
+from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
+from holdfast.storage.redis.connection import Argument
 from holdfast.storage.redis.pages import Entry, read_page
-from holdfast.storage.redis.records import KINDS, UNREADABLE, decode_job, decode_run
-from holdfast.storage.redis.wire import Argument
-from holdfast.storage.table import VIEWS, Found, view_of
+from holdfast.storage.validation import clean_id
 
 PAGE = 200
 MAX_PASSES = 2

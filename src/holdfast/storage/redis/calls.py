@@ -15,12 +15,12 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from holdfast.clock import Clock
+from holdfast._core.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
-from holdfast.storage.checks import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
-from holdfast.storage.redis.library import BODY, LAYOUT, Library
-from holdfast.storage.redis.servers import ClusterServers, Gone, Servers, address_in
-from holdfast.storage.redis.wire import Argument, Deliver, Reply, ServerError
+from holdfast.storage.redis.connection import Argument, Deliver, Reply, ServerError
+from holdfast.storage.redis.script import BODY, LAYOUT, Library
+from holdfast.storage.redis.topology import ClusterServers, Gone, Servers, address_in
+from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
 TRY_AGAIN_S = 0.05
 """How long to wait while a slot is on its way between two nodes."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from holdfast import machine
+from holdfast._core import lifecycle
+from holdfast._core.jobs import Job, State
 from holdfast.errors import OptionError
-from holdfast.jobs import Job, State
-from holdfast.storage.checks import clean_id
+from holdfast.storage.local.table import Key, Place
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.records import UNREADABLE, arrival_of, decode_job, decode_run, waiting_member
-from holdfast.storage.table import Key, Place
+from holdfast.storage.redis.codec import UNREADABLE, arrival_of, decode_job, decode_run, waiting_member
+from holdfast.storage.validation import clean_id
 
 
 class Entry(NamedTuple):
@@ -69,7 +69,7 @@ def job_or_damaged(id: bytes, raw: bytes | None, run: bytes | None, now: int) ->
     try:
         return decode_job(id, raw, None if run is None else decode_run(run))
     except UNREADABLE:
-        return machine.damaged(clean_id(id), None, now)
+        return lifecycle.damaged(clean_id(id), None, now)
 
 
 def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:

@@ -8,7 +8,7 @@ from redis.asyncio.client import Pipeline
 from redis.client import Pipeline as BlockingPipeline
 
 from holdfast.errors import OptionError
-from holdfast.storage.redis.servers import Servers
+from holdfast.storage.redis.topology import Servers
 
 
 def pipeline_for(transaction: object, servers: Servers) -> Any:

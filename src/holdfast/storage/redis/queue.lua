@@ -1,9 +1,9 @@
---[[ The life of a job on Redis and Valkey: machine.py, books.py and engine.py again, name for name, as one script.
+--[[ The life of a job on Redis and Valkey: _core/lifecycle.py, transaction.py and engine.py again, name for name, as one script.
 
 A library of functions that servers keep under a name made from its content (calls.py), so that two releases can share
-a server. Every call is one atomic step. What a word means is said in machine.py; what a verb promises, in
+a server. Every call is one atomic step. What a word means is said in _core/lifecycle.py; what a verb promises, in
 storage/__init__.py. Payloads, results and errors are bytes that nothing here looks into. For transactions of others,
-library.py cuts out what an enqueue needs, by names: so all that stands at the left begins with `local` or `function`.
+script.py cuts out what an enqueue needs, by names: so all that stands at the left begins with `local` or `function`.
 
 KEYSPACE. A queue's keys share the hash tag {namespace/queue}; its companion QUEUE/failed has the same tag. A call names
 the ledger; in a cluster also all others that it may touch, so that none is touched while a slot is on its way.
@@ -85,7 +85,7 @@ local function wall_clock()
   return time[1] * 1000000 + time[2]
 end
 
--- The time of a queue: clock.py
+-- The time of a queue: _core/clock.py
 
 local LAST_AT, LAST_STAMP, SKEW, PAUSED, REBUILT, PRIORITIES, FORGET_AT, RETRYING, DEFERRED_JOBS, TOTALS, STEPS, REASON =
   2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 26, 27
@@ -268,7 +268,7 @@ local function decode(id, raw, run)
   return job
 end
 
--- The machine: machine.py. A function changes the job that it is given, says so in `changed`, and returns the job as
+-- The machine: _core/lifecycle.py. A function changes the job that it is given, says so in `changed`, and returns the job as
 -- it shall be (nil: there is none any more) and what happened.
 
 local machine = {}
@@ -563,7 +563,7 @@ function machine.expire(job, time)
   return machine.take_back(job, time)
 end
 
--- The books of a queue during one step: books.py. `save` alone touches the records and their indexes.
+-- The books of a queue during one step: transaction.py. `save` alone touches the records and their indexes.
 
 local function index_of(job)
   if job.outcome then return INDEXES[job.outcome.state], job.outcome.forget_at, job.id end

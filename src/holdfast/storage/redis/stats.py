@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.jobs import FINISHED, Facts, QueueStats, State, WorkerStats
-from holdfast.storage.reading import served_by
-from holdfast.storage.redis.records import KINDS
-from holdfast.storage.redis.wire import Reply
+from holdfast._core.jobs import FINISHED, Facts, QueueStats, State, WorkerStats
+from holdfast.storage.local.reading import served_by
+from holdfast.storage.redis.codec import KINDS
+from holdfast.storage.redis.connection import Reply
 
 _decode_facts = msgspec.msgpack.Decoder(Facts).decode
 

@@ -1,0 +1,1 @@
+"""What users hold: the app, tasks, queues, leases, and their blocking forms."""

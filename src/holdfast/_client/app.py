@@ -1,0 +1,370 @@
+"""The app: a storage and a set of tasks. What users begin with."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Self, Unpack, cast, overload
+
+from holdfast._client.lease import Lease, read_token
+from holdfast._client.queue import PullOptions, Queue
+from holdfast._client.session import Address, Bound, Connection
+from holdfast._client.task import Definition, Handle, Task, TaskDecorator
+from holdfast._core.arguments import name_of
+from holdfast._core.clock import Clock
+from holdfast._core.codec import Codec
+from holdfast._core.jobs import Job, Snapshot
+from holdfast._core.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast._worker.app_loader import find
+from holdfast._worker.executor import OnEvent
+from holdfast._worker.handler import AfterExecution, Handler, Middleware, OnError, Surroundings, current_job
+from holdfast._worker.inline import Inline
+from holdfast._worker.processes.pool import Pool
+from holdfast._worker.reports import default_worker_name
+from holdfast._worker.worker import Worker, choose
+from holdfast.errors import OptionError
+from holdfast.storage import Storage
+from holdfast.storage.validation import FAILED_SUFFIX, check_queue, check_worker
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    from holdfast._client.sync import SyncApp
+
+    T = TypeVar("T", default=None)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+H = TypeVar("H")
+
+MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
+MAX_PROCESSES = 1_000
+
+
+class Holdfast(Generic[T]):
+    """A storage and a set of tasks.
+
+    The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db` in the present folder: see
+    `holdfast.storage.connect`. The namespace, a part of the storage, comes from HOLDFAST_NAMESPACE, else it is `hf`.
+    `lifespan` makes what handlers share, once per worker: `app.resources` in a handler is what it yields.
+
+    >>> app = Holdfast("memory://")
+    >>> @app.task
+    ... async def add(a: int, b: int) -> int:
+    ...     return a + b
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        storage: Storage | None = None,
+        namespace: str | None = None,
+        codec: str | Codec = "json",
+        lifespan: Callable[[], AbstractAsyncContextManager[T]] | None = None,
+        max_payload: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._connection = Connection(
+            url, storage=storage, namespace=namespace, codec=codec, max_payload=max_payload, clock=clock
+        )
+        self._lifespan = lifespan
+        self._tasks: dict[str, Definition] = {}
+        self._stubs: set[str] = set()
+        self._around = Surroundings()
+        self._around.find = self._find
+        self._on_event: list[OnEvent] = []
+
+    def __repr__(self) -> str:
+        return f"<Holdfast on {self._connection!r}, {len(self._tasks)} tasks>"
+
+    async def __aenter__(self) -> Self:
+        await self._connection.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._connection.__aexit__(*exc)
+
+    @property
+    def storage(self) -> Storage:
+        """The storage, while the app is open: the verbs that are too seldom needed to be here."""
+        return self._connection.storage
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of the tasks that a worker of this app can run."""
+        return [name for name in self._tasks if name not in self._stubs]
+
+    @property
+    def resources(self) -> T:
+        """What `lifespan` has made for the worker that runs the present job."""
+        return cast("T", current_job().resources)
+
+    # Tasks
+
+    @overload
+    def task(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R, Coroutine[Any, Any, R]]: ...
+    @overload
+    def task(self, function: Callable[P, R], /) -> Task[P, R, R]: ...
+    @overload
+    def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
+    def task(self, function: Any = None, /, **options: Any) -> Any:
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. See `TaskOptions` for what there is."""
+        check_known("task", options, TaskOptions)
+        define = self._define(cast("TaskOptions", options), stub=False)
+        return define if function is None else define(function)
+
+    def stub(self, **options: Unpack[StubOptions]) -> TaskDecorator:
+        """A task whose function is in another program: only its signature counts here.
+
+        >>> @app.stub(name="jobs.render")
+        ... def render(doc: bytes) -> bytes:
+        ...     raise NotImplementedError
+        """
+        check_known("stub", options, StubOptions)
+        if "name" not in options:
+            raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
+        return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))
+
+    def _define(self, options: TaskOptions, *, stub: bool) -> Callable[[Callable[..., Any]], Task[Any, Any, Any]]:
+        def define(function: Callable[..., Any]) -> Task[Any, Any, Any]:
+            if not callable(function) or inspect.isclass(function):
+                raise OptionError(f"a task is a function, not {function!r:.60}")
+            name = options.get("name") or default_name(function)
+            check_queue(name)
+            if name.endswith(FAILED_SUFFIX):
+                raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
+            if name in self._tasks:
+                other = self._tasks[name].arguments.function
+                raise OptionError(
+                    f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
+                )
+            definition = self._tasks[name] = Definition(self._connection, function, name, options, stub=stub)
+            if stub:
+                self._stubs.add(name)
+            return Task(self._connection, definition)
+
+        return define
+
+    # Requests
+
+    async def enqueue_many(self, bounds: Iterable[Bound[R]]) -> list[Handle[R]]:
+        """Enqueue what `task.bind(…)` has made, in as few steps as there can be: at most 250 jobs and 1 MiB in each,
+        in order within a queue. The handles come in the order given.
+
+        >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
+        """
+        sent = await self._connection.enqueue_many(bounds)
+        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+
+    def enqueue_in(self, transaction: object, *bounds: Bound[R]) -> list[Handle[R]]:
+        """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
+
+        `transaction` is a redis-py pipeline (sync or asyncio) on the app's server, or a `sqlite3.Connection` to the
+        app's file. Nothing is awaited, nothing is sent before you commit. On SQLite a waiting worker finds the job at
+        its next look, within a second; await nothing of this app before you commit, it would wait for your lock.
+        Jobs that follow each other into one queue travel together. The handles of a pipeline do not know yet what was
+        placed.
+
+        >>> with sqlite3.connect("holdfast.db") as db:
+        ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
+        ...     app.enqueue_in(db, welcome.bind("ada"))
+        """
+        sent = self._connection.enqueue_in(transaction, bounds)
+        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+
+    def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
+        """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
+
+        The options are the limits of a queue that is pulled from; it has none unless given.
+        """
+        return Queue(self._connection, name, options)
+
+    async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
+        """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
+        limits of its queue, as `queue` takes them."""
+        return await self.queue(read_token(token).queue, **options).holding(token)
+
+    async def stats(self) -> Snapshot:
+        """Counts of all queues, and the workers that are there."""
+        return await self.storage.snapshot()
+
+    async def evict(self, worker: str) -> bool:
+        """Ask a worker to stop. False if there is none of that name."""
+        return await self.storage.evict(worker)
+
+    @property
+    def sync(self) -> SyncApp:
+        """Blocking versions, for code that has no event loop."""
+        from holdfast._client.sync import SyncApp
+
+        return SyncApp(self._connection)
+
+    async def _find(self, queue: str, id: str) -> Job | None:
+        (job,) = await self.storage.get(queue, [id])
+        return job
+
+    # Hooks
+
+    def middleware(self, function: Middleware) -> Middleware:
+        """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
+        self._around.middleware.append(_hook("middleware", function))
+        return function
+
+    def after_execution(self, function: AfterExecution) -> AfterExecution:
+        """Be told when a run has completed its job, or failed it for good, before that is stored: the `Execution` may
+        be changed (`result`, `error`, `ttl`). May be async. If it raises, nothing is changed and `on_error` is told."""
+        self._around.after.append(_hook("after_execution", function))
+        return function
+
+    def on_event(self, function: OnEvent) -> OnEvent:
+        """Be told of what this app's workers did: a `RunEvent` each, in order, once it is stored."""
+        self._on_event.append(_hook("on_event", function))
+        return function
+
+    def on_error(self, function: OnError) -> OnError:
+        """Be told of trouble that is no job's own: a hook that raised, a storage that cannot be reached. Called with
+        the exception and where it happened. Without such a hook it is logged."""
+        self._around.errors.append(_hook("on_error", function))
+        return function
+
+    def add_codec(self, codec: Codec) -> None:
+        """Make a codec known by its name, so that payloads it wrote can be read."""
+        self._connection.codecs.add(codec)
+
+    # Work
+
+    def worker(
+        self,
+        queues: str | Iterable[str] | None = None,
+        *,
+        processes: int | None = None,
+        concurrency: int | None = None,
+        name: str | None = None,
+        lease: Seconds = 10,
+        grace: Seconds = 25,
+        drain_grace: Seconds = 10,
+        max_jobs: int | None = None,
+        max_memory: int | None = None,
+        burst: bool = False,
+    ) -> Worker:
+        """A worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
+
+        `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the runs at one time.
+        `lease` is how long a dead worker's jobs stay with it; it is kept alive from a thread of its own. Leaving the
+        block lets runs finish for `grace` seconds. A `burst` ends by itself when nothing is ready any more.
+
+        Child processes import the app, which must be at the top of a module, and can be killed: when a run does not
+        stop, its process is given `drain_grace` seconds for its other runs. It is replaced after `max_jobs` jobs, or
+        when it has more than `max_memory` bytes in memory.
+        """
+        if name is not None:
+            check_worker(name)
+        options: dict[str, Any] = {
+            "concurrency": None if concurrency is None else to_count("concurrency", concurrency, 1),
+            "name": name or default_worker_name(),
+            "lease_ms": to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
+            "grace_s": to_ms("grace", grace) / 1000,
+            "burst": burst,
+        }
+        chosen = self._served(queues)
+        if processes is None:
+            return self._make_worker(chosen, **options)
+        self._connection.address.check_shared()
+        pool = Pool(
+            find(self),
+            sys.path,
+            processes=to_count("processes", processes, 1, MAX_PROCESSES),
+            worker=options["name"],
+            drain_grace_s=to_ms("drain_grace", drain_grace) / 1000,
+            max_jobs=None if max_jobs is None else to_count("max_jobs", max_jobs, 1),
+            max_memory=None if max_memory is None else to_count("max_memory", max_memory, 1),
+        )
+        patterns = queues if queues is None or isinstance(queues, str) else list(queues)
+        return Worker(
+            pool, self._opened, queues=patterns, trouble=self._around.trouble, on_event=self._on_event, **options
+        )
+
+    def inside(self) -> Inside:
+        """For holdfast._worker and holdfast.cli: what there is to run."""
+        return Inside(self._served(None), self._around, self._lifespan, self._on_event, self._connection.address)
+
+    def defer(self) -> None:
+        """For holdfast._worker: open the storage only when it is first used."""
+        self._connection.defer()
+
+    def rehearse(self, storage: Storage | None) -> None:
+        """For holdfast.testing: use another storage, on every loop, until None is put back."""
+        self._connection.rehearse(storage)
+
+    def rehearsal(self, note: OnEvent) -> Worker:
+        """For holdfast.testing: a worker that runs what is ready and then ends."""
+        name = default_worker_name()
+        return self._make_worker(self._served(None), note, name=name, burst=True, beats=False, lease_ms=MAX_LEASE_MS)
+
+    def _make_worker(self, handlers: Iterable[Handler], *notes: OnEvent, **options: Any) -> Worker:
+        inline = Inline(handlers, self._around)
+
+        @asynccontextmanager
+        async def opened() -> AsyncGenerator[Storage]:
+            async with self._opened() as storage:
+                if self._lifespan is None:
+                    yield storage
+                    return
+                async with self._lifespan() as inline.runner.resources:
+                    yield storage
+
+        on_event = [*self._on_event, *notes]
+        return Worker(inline, opened, queues=None, trouble=self._around.trouble, on_event=on_event, **options)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncGenerator[Storage]:
+        async with self:
+            yield self.storage
+
+    def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
+        """The handlers of the tasks whose names match, each with its fail handler."""
+        definitions = [self._tasks[name] for name in self.tasks]
+        failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
+        handlers = {handler.queue: handler for handler in [*(d.handler for d in definitions), *failed]}
+        return [handlers[queue] for queue in choose(handlers, queues)]
+
+
+class Inside(NamedTuple):
+    """What an app is made of, for those who run it."""
+
+    handlers: list[Handler]
+    around: Surroundings
+    lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
+    on_event: list[OnEvent]
+    address: Address
+
+
+def _hook(what: str, function: H) -> H:
+    if not callable(function):
+        raise OptionError(f"{what} takes a function, not {function!r:.60}: use it as a decorator, @app.{what}")
+    return function
+
+
+def default_name(function: Callable[..., Any]) -> str:
+    """`module.function`; a program's own file instead of `__main__`, so that its workers find what it enqueued."""
+    module = getattr(function, "__module__", None) or "tasks"
+    if module == "__main__":
+        spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        module = spec.name if spec is not None else Path(file).stem if file else "main"
+    return f"{module.removesuffix('.__main__')}.{name_of(function)}"
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}" + (
+        f" (line {code.co_firstlineno})" if code else ""
+    )

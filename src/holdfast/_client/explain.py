@@ -1,0 +1,137 @@
+"""Why a job is not running, or what it is doing: in sentences, for people who wait for it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+
+from holdfast._core.jobs import Job, QueueStats, State
+from holdfast._core.options import from_at
+from holdfast._core.retry_policy import decode_error
+from holdfast._core.text import length
+from holdfast.storage import Storage
+
+MOST_AHEAD = 10_000
+"""So many jobs are looked at to say how many are before this one."""
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a job, and why it is where it is."""
+
+    queue: str
+    id: str
+    state: State | None
+    """None if there is no such job."""
+    reasons: list[str]
+
+
+async def explain(storage: Storage, queue: str, id: str) -> Explained:
+    """Look at a job, its queue and its workers."""
+    (job,) = await storage.get(queue, [id])
+    if job is None:
+        told = ["there is no such job: it was never asked for, or it has ended and is forgotten"]
+        return Explained(queue=queue, id=id, state=None, reasons=told)
+    snapshot = await storage.snapshot()
+    stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
+    waits = job.state is State.WAITING and job.run_at <= snapshot.now
+    ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
+    alive = {worker.worker for worker in snapshot.workers}
+    return Explained(queue=queue, id=id, state=job.state, reasons=reasons(job, snapshot.now, stats, ahead, alive=alive))
+
+
+def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:
+    """What there is to say. `ahead` is how many jobs are known to come first, and whether that is all. Pure."""
+    match job.state:
+        case State.WAITING:
+            return _of_waiting(job, now, stats, ahead)
+        case State.RUNNING:
+            return _of_running(job, now, alive)
+        case _:
+            return _of_finished(job, now)
+
+
+def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool]) -> list[str]:
+    told: list[str] = []
+    jobs, counted = ahead
+    if job.run_at > now:
+        if job.error is not None and (job.retries or job.timeouts or job.stalls):
+            told.append(f"it waits out a backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
+        else:
+            told.append(f"it is scheduled for {_at(job.run_at, now)}")
+    if stats is not None and stats.paused:
+        told.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
+    if stats is None or not stats.workers:
+        told.append("no live worker serves this queue")
+    if jobs or not counted:
+        told.append(f"{'' if counted else 'at least '}{_jobs(jobs)} in front of it")
+    if not told:
+        told.append("it is ready: the next worker with room takes it")
+    counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
+    happened = [f"{what} {_times(count)}" for what, count in counts.items() if count]
+    if happened:
+        last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
+        told.append(f"it has been {', '.join(happened)}{last}")
+    return told
+
+
+def _of_running(job: Job, now: int, alive: set[str]) -> list[str]:
+    assert job.run is not None
+    run = job.run
+    told = [f"it runs on worker {run.worker}, attempt {job.attempts}"]
+    if run.until_at < now or run.overdue:
+        gone = "" if run.worker in alive else ", and that worker has not been heard of"
+        told.append(f"its lease was to be extended by {_at(run.until_at, now)}{gone}: soon it is taken back")
+    elif run.worker not in alive:
+        told.append(f"its lease lasts until {_at(run.until_at, now)}")
+    if run.cancel_asked:
+        told.append("it was asked to stop, and has not yet")
+    if run.next is not None:
+        told.append("a newer request is deferred until this run ends")
+    return told
+
+
+def _of_finished(job: Job, now: int) -> list[str]:
+    assert job.outcome is not None
+    outcome = job.outcome
+    ended = "was cancelled" if outcome.state is State.CANCELLED else f"has {outcome.state}"
+    told = [f"it {ended}, after {_jobs(job.attempts, 'run')}"]
+    if outcome.state is State.FAILED:
+        told[0] += f", with {_error(outcome.error)}"
+        told.append("`holdfast retry` runs it once more")
+    told.append(f"it is remembered until {_at(outcome.forget_at, now)}")
+    return told
+
+
+async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> tuple[int, bool]:
+    """How many jobs that are due come before this one, and whether all were looked at."""
+    ahead, after = 0, None
+    for _ in range(MOST_AHEAD // 100):
+        page = await storage.scan(queue, state=State.WAITING, after=after, limit=100)
+        for other in page.jobs:
+            if other.id == job.id:
+                return ahead, True
+            ahead += other.run_at <= now
+        after = page.after
+        if after is None:
+            return ahead, True
+    return ahead, False
+
+
+def _error(data: bytes | None) -> str:
+    error = decode_error(data)
+    return f"{error} ({error.kind})"
+
+
+def _jobs(count: int, what: str = "job") -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _at(at: int, now: int) -> str:
+    there: datetime = from_at(at)
+    seconds = (at - now) / 1e6
+    return f"{there:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"

@@ -1,0 +1,179 @@
+"""Waiting for a job's end: subscribe, make sure the outcome will be kept, look, and look again on every hint.
+
+A hint that is lost costs at most one `LOOK_EVERY_S`; the record is the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Self
+
+from msgspec.structs import replace
+
+from holdfast._core.events import LOOK_EVERY_S, Event, Events, Topic
+from holdfast._core.jobs import Enqueued, Kept, Outcome, Placed, Request, State
+from holdfast._core.lifecycle import Answer, answer
+from holdfast._core.options import MAX_WAIT_S
+from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
+from holdfast.storage import Storage
+
+KEEP_MARGIN_MS = 10_000
+"""An outcome is kept for this much longer than its waiter waits."""
+KEEP_FOREVER_MS = 60_000
+"""A waiter without a limit asks for this much, again and again."""
+ASK_AGAIN_S = 30.0
+LISTEN_S = 2.0
+"""How long to try to be told of the end, before it is looked for instead."""
+LAST_LOOK_S = 1.0
+"""A look that was begun may take this long, also when the wait is over."""
+
+
+async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s: float | None = 30.0) -> Outcome:
+    """How a generation of a job ended: completed or failed.
+
+    Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 looks once, None waits for ever.
+    """
+    check_wait(wait_s)
+    async with _Waiter(storage, queue, id, wait_s) as waiter:
+        try:
+            async with waiter.in_time():
+                await waiter.ask_to_keep()
+        except TimeoutError:
+            raise WaitTimeout(f"job {id!r} in {queue}: its storage did not answer within {wait_s:g} s") from None
+        return await waiter.wait(generation, look_first=True)
+
+
+async def ask(
+    storage: Storage, queue: str, request: Request, *, wait_s: float | None, check: Callable[[Enqueued], None]
+) -> tuple[Enqueued, Outcome]:
+    """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no look
+    at the record. `check` may raise at the reply. Raises as `wait` does."""
+    check_wait(wait_s)
+    async with _Waiter(storage, queue, request.id, wait_s) as waiter:
+        try:
+            async with waiter.in_time():
+                (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
+        except TimeoutError:
+            raise WaitTimeout(
+                f"job {request.id!r} in {queue}: its storage did not answer within {wait_s:g} s; it may be stored"
+            ) from None
+        check(reply)
+        if reply.outcome is not None:
+            return reply, reply.outcome
+        new = reply.placed is Placed.NEW and wait_s != 0
+        return reply, await waiter.wait(reply.generation, look_first=not new)
+
+
+def check_wait(wait_s: float | None) -> None:
+    if wait_s is not None and not 0 <= wait_s <= MAX_WAIT_S:
+        raise OptionError(f"wait is a number of seconds from 0 to {MAX_WAIT_S}, or None for ever, not {wait_s!r:.40}")
+
+
+class _Waiter:
+    """One who waits for one job."""
+
+    def __init__(self, storage: Storage, queue: str, id: str, wait_s: float | None) -> None:
+        self._storage = storage
+        self._queue = queue
+        self._id = id
+        self._wait_s = wait_s
+        self._asked_at = asyncio.get_running_loop().time()
+        self._deadline = None if wait_s is None else self._asked_at + wait_s
+        self._trouble: StorageUnavailable | None = None
+        self._listening: AbstractAsyncContextManager[Events] | None = None
+        self._events: Events | None = None
+        self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
+
+    async def __aenter__(self) -> Self:
+        """Hear hints, if they can be had soon. If not, or if there is only one look, they are done without."""
+        if self._wait_s == 0:
+            return self
+        listening = self._storage.subscribe(Topic(self._queue, "ends", self._id))
+        try:
+            async with asyncio.timeout(LISTEN_S if self._wait_s is None else min(LISTEN_S, self._wait_s / 2)):
+                self._events = await listening.__aenter__()
+            self._listening = listening
+        except (StorageUnavailable, TimeoutError):
+            pass
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._listening is not None:
+            await self._listening.__aexit__(None, None, None)
+
+    def in_time(self) -> asyncio.Timeout:
+        """A limit for a step of the wait: the rest of it, or as long as one look may take."""
+        now = asyncio.get_running_loop().time()
+        return asyncio.timeout_at(None if self._deadline is None else max(self._deadline, now + LAST_LOOK_S))
+
+    async def ask_to_keep(self) -> None:
+        (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
+        if kept is Kept.MISSING:
+            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
+        self._asked_at = asyncio.get_running_loop().time()
+
+    async def wait(self, generation: int, *, look_first: bool) -> Outcome:
+        loop = asyncio.get_running_loop()
+        hint: Event | None = None
+        looks = look_first
+        while True:
+            told: Outcome | Answer | None = _told(hint, generation)
+            if told is None and looks:
+                told = await self._look(generation)
+            if isinstance(told, Outcome):
+                if told.state is State.CANCELLED:
+                    raise JobCancelled(f"job {self._id!r} in {self._queue} was cancelled")
+                return told
+            self._raise_if_over(told)
+            if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
+                await self._ask_again()
+            left = LOOK_EVERY_S if self._deadline is None else min(LOOK_EVERY_S, self._deadline - loop.time())
+            hint = await self._hint(max(left, 0.0))
+            looks = True
+
+    async def _hint(self, seconds: float) -> Event | None:
+        """The next hint, or None when it is time to look anyway."""
+        if self._events is not None:
+            return await self._events.within(seconds)
+        await asyncio.sleep(seconds)
+        return None
+
+    async def _look(self, generation: int) -> Outcome | Answer | None:
+        """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
+        try:
+            async with self.in_time():
+                (job,) = await self._storage.get(self._queue, [self._id])
+        except TimeoutError:
+            return None
+        except StorageUnavailable as error:
+            self._trouble = error
+            return None
+        self._trouble = None
+        return answer(job, generation)
+
+    def _raise_if_over(self, told: Answer | None) -> None:
+        if told is Answer.DROPPED:
+            raise JobCancelled(
+                f"the request for job {self._id!r} in {self._queue} was cancelled while an earlier run went on"
+            )
+        if told is Answer.FORGOTTEN:
+            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
+        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
+            trouble = "" if self._trouble is None else f" (the storage could not be reached: {self._trouble})"
+            raise WaitTimeout(
+                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{trouble}"
+            )
+
+    async def _ask_again(self) -> None:
+        try:
+            await self.ask_to_keep()
+        except StorageUnavailable as error:
+            self._trouble = error
+
+
+def _told(hint: Event | None, generation: int) -> Outcome | None:
+    """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
+    younger than one that the record still has."""
+    return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None

@@ -1,0 +1,290 @@
+"""A function's arguments as a payload: an object by parameter name, which any language can write.
+
+Only what the caller gave travels; the defaults are those of the code that runs. A function whose only parameter is
+positional-only takes the whole payload instead: as bytes, untouched, or as whatever type it says.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import string
+import types
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter
+from typing import Any, get_type_hints
+from urllib.parse import quote
+
+import msgspec
+
+from holdfast._core.codec import UNDECODABLE, Codec, Codecs, canonical
+from holdfast._core.options import IdTemplate
+from holdfast.errors import OptionError, PayloadRejected
+
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+class UnknownParameter(Exception):
+    """A payload names a parameter that the function does not have: a newer producer, or an older worker."""
+
+
+class Arguments:
+    """How one function is called from afar. Annotations are looked at when they are first needed, so that they may
+    name what is defined later."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
+        self._hinted = _with_hints(function)
+        self.signature = inspect.signature(function)
+        self._parameters = list(self.signature.parameters.values())
+        kinds = [parameter.kind for parameter in self._parameters]
+        self.whole = kinds == [Parameter.POSITIONAL_ONLY]
+        """The one parameter is the payload."""
+        self._plain = all(kind in _NAMED for kind in kinds)
+        """Everything can be passed by name."""
+        self._positional = [p.name for p in self._parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        self._names = {p.name for p in self._parameters}
+        self._required = {p.name for p in self._parameters if p.default is p.empty and p.kind in _NAMED}
+        self._hints: dict[str, Any] | None = None
+        self._struct: type[msgspec.Struct] | None = None
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        if self._hints is None:
+            try:
+                self._hints = get_type_hints(self._hinted, include_extras=True)
+            except Exception as error:
+                raise OptionError(
+                    f"the annotations of {self.name} cannot be read ({error}): import what they name where they can be"
+                    " found, not only under TYPE_CHECKING or inside a function"
+                ) from error
+        return self._hints
+
+    @property
+    def returns(self) -> Any:
+        return self.hints.get("return", Any)
+
+    @property
+    def raw(self) -> bool:
+        """The payload is bytes that nobody looks into."""
+        return self.whole and self.hints.get(self._parameters[0].name, bytes) is bytes
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What a call gives, by name. Raises the TypeError that the call itself would."""
+        if self._plain and not args and self._required <= kwargs.keys() <= self._names:
+            return kwargs
+        if self._plain and len(args) <= len(self._positional):
+            given = dict(zip(self._positional, args, strict=False))
+            if not kwargs.keys() & given.keys() and kwargs.keys() <= self._names:
+                given.update(kwargs)
+                if self._required <= given.keys():
+                    return given
+        try:
+            return dict(self.signature.bind(*args, **kwargs).arguments)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+
+    def encode(self, codecs: Codecs, codec: Codec, given: Mapping[str, Any]) -> bytes:
+        """The payload of a call. Names the argument that cannot be sent."""
+        if self.whole:
+            (parameter,) = self._parameters
+            payload = given.get(parameter.name, parameter.default)
+            return codecs.encode(f"the payload of {self.name}", payload, codec)
+        try:
+            return codecs.encode(f"the arguments of {self.name}", given, codec)
+        except PayloadRejected:
+            for name, value in given.items():
+                codecs.encode(f"argument {name!r} of {self.name}", value, codec)
+            raise
+
+    def decode(self, codec: Codec, data: bytes) -> Any:
+        """The arguments in a payload, as one value: see `call`. Raises `UnknownParameter`, or `PayloadRejected` for
+        what no other worker could read either."""
+        wanted = self.hints.get(self._parameters[0].name, Any) if self.whole else self._as_struct()
+        if self.whole and self.raw:
+            return data
+        try:
+            return codec.decode(data, wanted)
+        except UNDECODABLE as error:
+            if not self.whole and (unknown := self._unknown(codec, data)):
+                raise UnknownParameter(f"{self.name} has no parameter {', '.join(map(repr, unknown))}") from None
+            raise PayloadRejected(f"the payload does not fit {self.name}{self.signature}: {error}") from error
+
+    def check(self, codec: Codec) -> None:
+        """Can the codec read every parameter? Raises `OptionError`, and names the one that it cannot."""
+        for parameter in self._parameters:
+            self._check_type(codec, f"parameter {parameter.name!r}", self._field(parameter)[1])
+        if not self.whole:
+            try:
+                self._as_struct()
+            except Exception as error:
+                raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
+        self._check_type(codec, "the result", self.returns)
+
+    def _check_type(self, codec: Codec, what: str, type: Any) -> None:
+        try:
+            codec.decode(b"", type)
+        except TypeError as error:
+            raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
+        except UNDECODABLE:
+            pass  # Nothing is of any type; what counts is that it could be asked for.
+
+    def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to call the function with."""
+        if self.whole:
+            return (given,), {}
+        by_name: dict[str, Any] = msgspec.structs.asdict(given)
+        if self._plain:
+            return (), by_name
+        return _spread(self._parameters, by_name)
+
+    def _as_struct(self) -> type[msgspec.Struct]:
+        if self._struct is None:
+            fields = [self._field(parameter) for parameter in self._parameters]
+            self._struct = msgspec.defstruct(name_of(self.function), fields, kw_only=True, forbid_unknown_fields=True)
+        return self._struct
+
+    def _field(self, parameter: Parameter) -> Any:
+        hint = self.hints.get(parameter.name, Any)
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            return parameter.name, types.GenericAlias(tuple, (hint, ...)), ()
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            return parameter.name, types.GenericAlias(dict, (str, hint)), msgspec.field(default_factory=dict)
+        if parameter.default is parameter.empty:
+            return parameter.name, hint
+        return parameter.name, hint, msgspec.field(default_factory=lambda: parameter.default)
+
+    def _unknown(self, codec: Codec, data: bytes) -> list[str]:
+        try:
+            found = codec.decode(data, dict[str, Any])
+        except UNDECODABLE:
+            return []
+        return sorted(found.keys() - self._names)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function, a partial or a callable object is called."""
+    return getattr(_with_hints(function), "__name__", type(function).__name__)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(_with_hints(function))
+
+
+def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the annotations are: those of a partial's function, or of an object's call."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called: Callable[..., Any] = type(function).__call__
+    return function if inspect.isroutine(function) else called
+
+
+def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, Any]], str]:
+    """How ids are made from arguments. A template is checked here, so that a mistake shows when the task is defined."""
+    if callable(template):
+        return lambda given: _called(arguments, template, given)
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"the id template {template!r:.80} of {arguments.name} cannot be read: {error}") from None
+    if not template:
+        raise OptionError(f"the id template of {arguments.name} is empty")
+    for _, field, spec, conversion in pieces:
+        if field is None:
+            continue
+        if field not in arguments.signature.parameters or spec or conversion:
+            names = ", ".join(f"{{{name}}}" for name in arguments.signature.parameters) or "no parameter at all"
+            raise OptionError(
+                f"the id template {template!r:.80} of {arguments.name} has {{{field}}}: it may name {names},"
+                " and nothing else; for more, give a function"
+            )
+    special = _separators(arguments, template, pieces)
+    return lambda given: _filled(arguments, pieces, special, given)
+
+
+def _separators(arguments: Arguments, template: str, pieces: list[Any]) -> str:
+    """What stands between two fields: where it is in a value it is escaped, or two calls could make one id."""
+    fields = [at for at, piece in enumerate(pieces) if piece[1] is not None]
+    between = [pieces[at][0] for at in fields[1:]]
+    if "" in between:
+        raise OptionError(f"the id template {template!r:.80} of {arguments.name} needs something between two fields")
+    special = "".join(sorted(set("".join(between))))
+    if set(special) & set("0123456789ABCDEF%~"):
+        raise OptionError(
+            f"the id template {template!r:.80} of {arguments.name} has a digit, a letter from A to F, a % or a ~"
+            " between two fields: use ':', '-' or another character"
+        )
+    return special
+
+
+def content_id(*args: object, **kwargs: object) -> str:
+    """An id made from what is in a payload: equal content, equal id, whatever the order of keys.
+
+    It is the first 40 digits of the SHA-256 of the canonical JSON. With several arguments, of a list of them;
+    with named ones, of an object: so it can be a task's `unique=content_id`.
+
+    >>> content_id({"b": 1, "a": 2}) == content_id({"a": 2, "b": 1})
+    True
+    """
+    if not args and not kwargs:
+        raise OptionError("content_id needs something to make an id from")
+    value: object = args[0] if len(args) == 1 and not kwargs else [*args, kwargs] if args and kwargs else args or kwargs
+    try:
+        return hashlib.sha256(canonical(value)).hexdigest()[:40]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PayloadRejected(f"no id can be made from this content: {error}") from error
+
+
+def _with_defaults(arguments: Arguments, given: dict[str, Any]) -> dict[str, Any]:
+    """Every parameter and its value, those that were left out included."""
+    parameters = arguments.signature.parameters.values()
+    empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
+    return {p.name: given.get(p.name, empty.get(p.kind, p.default)) for p in parameters}
+
+
+def _filled(arguments: Arguments, pieces: list[Any], special: str, given: dict[str, Any]) -> str:
+    values = _with_defaults(arguments, given)
+    parts = (literal + ("" if field is None else _escaped(values[field], special)) for literal, field, _, _ in pieces)
+    return "".join(parts)
+
+
+def _escaped(value: object, special: str) -> str:
+    """A value as part of an id. Escaped, so that ("a:b", "c") and ("a", "b:c") make different ids."""
+    if value is None:
+        return "~"
+    text = value if isinstance(value, str) else canonical(value).decode().strip('"')
+    escaped = quote(text, safe="@+").replace("~", "%7E")
+    for character in special:
+        escaped = escaped.replace(character, f"%{ord(character):02X}")
+    return escaped
+
+
+def _called(arguments: Arguments, template: Callable[..., str], given: dict[str, Any]) -> str:
+    args, kwargs = _spread(arguments.signature.parameters.values(), _with_defaults(arguments, given))
+    id = template(*args, **kwargs)
+    if not isinstance(id, str):
+        raise OptionError(f"the function that makes the ids of {arguments.name} gave {id!r:.60}, not text")
+    return id
+
+
+def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Values by name, as a call passes them: by name again, unless more positions follow."""
+    parameters = list(parameters)
+    starred = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for parameter in parameters:
+        value = values[parameter.name]
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            args.extend(value)
+        elif parameter.kind is Parameter.VAR_KEYWORD:
+            kwargs.update(value)
+        elif parameter.kind is Parameter.POSITIONAL_ONLY or (
+            starred and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        ):
+            args.append(value)
+        else:
+            kwargs[parameter.name] = value
+    return tuple(args), kwargs

@@ -1,0 +1,524 @@
+"""The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
+
+`TRANSITIONS` is the whole life as data; docs/machine.md is drawn from it and a test holds every function to it.
+A function takes the record as it is (None: there is none) and returns a `Step`: the record as it shall be, and what
+that means in the words of `Kind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import Literal
+
+from msgspec.structs import replace
+
+from holdfast._core.clock import QueueTime
+from holdfast._core.events import Kind
+from holdfast._core.jobs import (
+    Cancelled,
+    Complete,
+    Enqueued,
+    Fail,
+    Job,
+    Kept,
+    Lease,
+    Next,
+    Outcome,
+    Placed,
+    Release,
+    Request,
+    Retry,
+    Run,
+    Settlement,
+    State,
+    Update,
+    Value,
+    Work,
+)
+
+RESULT_TTL_MS = 3_600_000
+"""How long an outcome is remembered where nobody said otherwise."""
+CANCELLED_TTL_MS = 60_000
+"""A cancelled record is remembered at least this long."""
+WAITED_MS = 10_000
+"""And one that somebody waits for: they may come a little late."""
+FAILURE_TTL_MS = 7 * 24 * 3_600_000
+"""How long a failure is listed and can be retried by hand."""
+MAX_STALL_DELAY_MS = 300_000
+"""The machine's one built-in delay, that of a job which keeps stalling, grows no longer than this."""
+DAMAGED = b'{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
+"""The error of a record that was found garbled: it reads as failed, and an operator may retry what is left of it."""
+
+
+class Phase(StrEnum):
+    """What decides how a record takes an event: its state, what is asked of its run, and how fresh its outcome is."""
+
+    NONE = "none"
+    WAITING = "waiting"
+    RUNNING = "running"
+    DEFERRED = "deferred"
+    CANCELLING = "cancelling"
+    CANCELLING_DEFERRED = "cancelling and deferred"
+    COMPLETED = "completed"
+    STALE = "completed, past dedup_ttl"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Act(StrEnum):
+    """What can be done to a record."""
+
+    KEEP = "enqueue keep"
+    UPDATE = "enqueue update"
+    CLAIM = "claim"
+    COMPLETE = "complete"
+    FAIL = "fail"
+    RETRY = "retry"
+    RELEASE = "release"
+    EXPIRE = "lease expired"
+    CANCEL = "cancel"
+    FORGET = "forget"
+
+
+def _transitions() -> dict[Phase, dict[Act, tuple[Phase, ...]]]:
+    p, a = Phase, Act
+    run_again = {a.RETRY: (p.WAITING,), a.RELEASE: (p.WAITING,), a.EXPIRE: (p.WAITING,)}
+    stop = dict.fromkeys((a.FAIL, a.RETRY, a.RELEASE, a.EXPIRE), (p.CANCELLED,))
+    promote = dict.fromkeys((a.COMPLETE, a.FAIL, a.RETRY, a.RELEASE, a.EXPIRE), (p.WAITING,))
+    restart: dict[Act, tuple[Phase, ...]] = {a.KEEP: (p.WAITING,), a.UPDATE: (p.WAITING,)}
+    return {
+        p.NONE: restart,
+        p.WAITING: {a.KEEP: (p.WAITING,), a.UPDATE: (p.WAITING,), a.CLAIM: (p.RUNNING,), a.CANCEL: (p.CANCELLED,)},
+        p.RUNNING: {
+            a.KEEP: (p.RUNNING,),
+            a.UPDATE: (p.DEFERRED,),
+            a.CANCEL: (p.CANCELLING,),
+            a.COMPLETE: (p.COMPLETED, p.NONE),
+            a.FAIL: (p.FAILED,),
+            **run_again,
+        },
+        p.DEFERRED: {a.KEEP: (p.DEFERRED,), a.UPDATE: (p.DEFERRED,), a.CANCEL: (p.CANCELLING,), **promote},
+        p.CANCELLING: {
+            a.KEEP: (p.CANCELLING,),
+            a.UPDATE: (p.CANCELLING_DEFERRED,),
+            a.CANCEL: (p.CANCELLING,),
+            a.COMPLETE: (p.COMPLETED, p.NONE),
+            **stop,
+        },
+        p.CANCELLING_DEFERRED: {
+            a.KEEP: (p.CANCELLING_DEFERRED,),
+            a.UPDATE: (p.CANCELLING_DEFERRED,),
+            a.CANCEL: (p.CANCELLING,),
+            **promote,
+        },
+        p.COMPLETED: {a.KEEP: (p.COMPLETED,), a.UPDATE: (p.WAITING,), a.CANCEL: (p.COMPLETED,), a.FORGET: (p.NONE,)},
+        p.STALE: {**restart, a.CANCEL: (p.STALE,), a.FORGET: (p.NONE,)},
+        p.FAILED: {**restart, a.CANCEL: (p.FAILED,), a.FORGET: (p.NONE,)},
+        p.CANCELLED: {**restart, a.CANCEL: (p.CANCELLED,), a.FORGET: (p.NONE,)},
+    }
+
+
+TRANSITIONS = _transitions()
+"""phase → act → the phases it may lead to. An act that is not listed does not apply: a settlement is lost,
+a cancel finds nothing, a claim or a sweep never sees the record."""
+
+
+def phase_of(job: Job | None, now: int) -> Phase:
+    """Where a record stands in the table."""
+    if job is None or forgotten(job, now):
+        return Phase.NONE
+    if job.outcome is not None:
+        if job.outcome.state is State.COMPLETED and job.outcome.dedup_at <= now:
+            return Phase.STALE
+        return Phase(job.outcome.state)
+    if job.run is None:
+        return Phase.WAITING
+    if job.run.cancel_asked:
+        return Phase.CANCELLING if job.run.next is None else Phase.CANCELLING_DEFERRED
+    return Phase.RUNNING if job.run.next is None else Phase.DEFERRED
+
+
+class Step(Value, frozen=True):
+    """The record after an event (None: there is none any more), and what happened."""
+
+    job: Job | None
+    kinds: tuple[Kind, ...] = ()
+
+
+class _Due(Value, frozen=True):
+    """When a request is due: its time, the stamp that set it, and the wall time if its caller named one."""
+
+    run_at: int
+    arrival: int
+    wall_at: int = 0
+
+
+def forgotten(job: Job, now: int) -> bool:
+    """A record past its forget time is none to every verb, whether or not a sweep has come by."""
+    return job.outcome is not None and job.outcome.forget_at <= now
+
+
+def tidy(job: Job, now: int) -> Job:
+    """What every write does first: let go of a previous outcome that is past its own forget time."""
+    if job.previous is not None and job.previous.forget_at <= now:
+        return replace(job, previous=None)
+    return job
+
+
+# Requests
+
+
+def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, Enqueued]:
+    """A request for an id to run."""
+    now = time.last_at
+    stamp = time.stamp()
+    if job is not None and forgotten(job, now):
+        job = None
+    if job is None:
+        if request.work.payload is None:
+            return Step(None), Enqueued(request.id, None)
+        return _start(None, request, request.work, time, stamp)
+    update = request.update
+    if job.outcome is not None:
+        return _enqueue_on_finished(job, job.outcome, request, time, stamp)
+    if update is None or request.work.payload is None:
+        waited_for = _waited_for(job, request, now)
+        return Step(waited_for), Enqueued(job.id, Placed.DUPLICATE, job.generation, job.state)
+    if job.run is None:
+        return _update_waiting(job, request, update, time, stamp)
+    return _update_running(job, job.run, request, update, time, stamp)
+
+
+def _enqueue_on_finished(
+    job: Job, outcome: Outcome, request: Request, time: QueueTime, stamp: int
+) -> tuple[Step, Enqueued]:
+    if request.update is None and outcome.state is State.COMPLETED and time.last_at < outcome.dedup_at:
+        return Step(job), Enqueued(job.id, Placed.COMPLETED, outcome.generation, outcome.state, outcome)
+    takes_stored = request.update is not None and not request.update.payload and job.work.payload is not None
+    work = job.work if takes_stored else request.work
+    if work.payload is None:
+        return Step(job), Enqueued(job.id, None, state=outcome.state)
+    return _start(job, request, work, time, stamp)
+
+
+def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+    """A new generation, of a new id or of one that had finished."""
+    due = _due(request, time, stamp)
+    started = Job(
+        request.id,
+        work,
+        stamp,
+        due.run_at,
+        due.arrival,
+        due.wall_at,
+        request.named,
+        previous=None if job is None else job.outcome,
+        keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
+    )
+    return Step(started, (Kind.ENQUEUED,)), Enqueued(started.id, Placed.NEW, stamp, None if job is None else job.state)
+
+
+def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+    due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
+    job = replace(
+        _waited_for(job, request, time.last_at),
+        work=request.work if update.payload else job.work,
+        generation=stamp,
+        run_at=due.run_at,
+        arrival=due.arrival,
+        wall_at=due.wall_at,
+    )
+    if update.resets_counts:
+        job = _reset_counts(job)
+    return Step(job, (Kind.UPDATED,)), Enqueued(job.id, Placed.UPDATED, stamp, State.WAITING)
+
+
+def _update_running(
+    job: Job, run: Run, request: Request, update: Update, time: QueueTime, stamp: int
+) -> tuple[Step, Enqueued]:
+    """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
+    due = _due(request, time, stamp)
+    old = run.next
+    if old is None:
+        following = Next(
+            stamp,
+            request.work,
+            due.run_at,
+            due.arrival,
+            due.wall_at,
+            update.payload,
+            update.run_at,
+            update.resets_counts,
+        )
+    else:
+        due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due, time)
+        following = Next(
+            stamp,
+            request.work if update.payload else old.work,
+            due.run_at,
+            due.arrival,
+            due.wall_at,
+            old.takes_payload or update.payload,
+            True if old.takes_run_at is True else update.run_at,
+            old.resets_counts or update.resets_counts,
+        )
+    job = replace(_waited_for(job, request, time.last_at), run=replace(run, next=following))
+    return Step(job, (Kind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
+
+
+def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
+    if request.run_at is not None:
+        return _Due(request.run_at + time.skew, stamp, request.run_at)
+    return _Due(time.last_at + 1000 * (request.delay_ms or 0), stamp)
+
+
+def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
+    """The time that a rule takes, of two, both as the corrected clock has them."""
+    old, new = _as_placed(old, time), _as_placed(new, time)
+    if rule == "if_later":
+        return new if new.run_at > old.run_at else old
+    if rule == "if_earlier":
+        return new if new.run_at < old.run_at else old
+    return new if rule else old
+
+
+def _as_placed(due: _Due, time: QueueTime) -> _Due:
+    return replace(due, run_at=time.place(due.run_at, due.wall_at, due.arrival)) if due.wall_at else due
+
+
+def _waited_for(job: Job, request: Request, now: int) -> Job:
+    until = _keep_until(job.keep_until_at, request, now)
+    return job if until == job.keep_until_at else replace(job, keep_until_at=until)
+
+
+def _keep_until(until: int, request: Request, now: int) -> int:
+    return max(until, now + 1000 * request.keep_ms) if request.keep_ms else until
+
+
+def _reset_counts(job: Job) -> Job:
+    return replace(job, retries=0, stalls=0, timeouts=0, error=None)
+
+
+def cancel(job: Job | None, now: int) -> tuple[Step, Cancelled]:
+    """Stop a job: at once if it waits, by asking its worker if it runs. Drops the request in `next` either way."""
+    if job is None or forgotten(job, now):
+        return Step(job), Cancelled.MISSING
+    if job.outcome is not None:
+        return Step(job), Cancelled.FINISHED
+    if job.run is None:
+        return _end(job, _cancelled(job, now), Kind.CANCELLED, now), Cancelled.CANCELLED
+    if job.run.cancel_asked and job.run.next is None:
+        return Step(job), Cancelled.ASKED
+    asked = replace(job, run=replace(job.run, cancel_asked=True, next=None))
+    return Step(asked, (Kind.CANCEL_ASKED,)), Cancelled.ASKED
+
+
+def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | None, Kept]:
+    """Change how long an outcome is remembered; `at_least` is a waiter's, and never shortens anything."""
+    if job is None or forgotten(job, now):
+        return job, Kept.MISSING
+    until = now + 1000 * ttl_ms
+    if job.outcome is None:
+        changed = (
+            replace(job, keep_until_at=max(job.keep_until_at, until)) if at_least else replace(job, keep_ms=ttl_ms)
+        )
+        return changed, Kept.LIVE
+    if at_least:
+        outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until))
+    else:
+        dedup_at = until if job.outcome.state is State.COMPLETED else 0
+        outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at)
+    return replace(job, outcome=outcome), Kept.KEPT
+
+
+# Runs
+
+
+def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
+    """A waiting job that is due becomes a run with a fence of its own."""
+    run = Run(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
+    return Step(replace(job, run=run, attempts=job.attempts + 1), (Kind.CLAIMED,))
+
+
+def follow_clock(job: Job, time: QueueTime) -> Job:
+    """The job at the place that the corrected clock gives its absolute `run_at`; mostly, that is where it is."""
+    run_at = time.place(job.run_at, job.wall_at, job.arrival)
+    return job if run_at == job.run_at else replace(job, run_at=run_at)
+
+
+def holds(job: Job | None, worker: str, fence: int) -> bool:
+    """Is this the job's current lease? The fence is the only judge, also past the deadline."""
+    return job is not None and job.run is not None and job.run.fence == fence and job.run.worker == worker
+
+
+def extend(job: Job, lease: Lease, lease_ms: int, now: int) -> Job:
+    """The holder is alive. Call only if it `holds` the lease."""
+    assert job.run is not None
+    progress = job.run.progress if lease.progress is None else lease.progress
+    until = now + 1000 * lease_ms
+    return replace(job, run=replace(job.run, lease_ms=lease_ms, until_at=until, overdue=False, progress=progress))
+
+
+def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
+    """End a lease. Call only if the settler `holds` it."""
+    assert job.run is not None
+    now = time.last_at
+    if job.run.cancel_asked and not isinstance(settlement, Complete):
+        return _end(job, _cancelled(job, now), Kind.CANCELLED, now)
+    match settlement:
+        case Complete():
+            return _end(job, _completed(job, settlement, now), Kind.COMPLETED, now)
+        case Fail():
+            return _end(job, _failed(job, settlement, now), Kind.FAILED, now)
+        case Retry():
+            return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
+        case Release():
+            return _again(job, job.run, job, Kind.RELEASED, time)
+
+
+_RETRY_KINDS = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}
+
+
+def expire(job: Job, time: QueueTime) -> Step:
+    """A lease past its deadline. The first sweep to see it only marks it: after an outage every living lease looks
+    expired, and its holder gets half a lease to show up. The sweep after that takes the job back."""
+    run = job.run
+    assert run is not None
+    if not run.overdue:
+        return Step(replace(job, run=replace(run, overdue=True, until_at=time.last_at + 500 * run.lease_ms)))
+    return take_back(job, time)
+
+
+def take_back(job: Job, time: QueueTime) -> Step:
+    """The run is given up as stalled. The job keeps its place in front, but from its second stall on it must wait:
+    sweep runs where no policy is, and a job that kills its workers must not kill them all."""
+    run = job.run
+    assert run is not None
+    if run.cancel_asked:
+        return _end(job, _cancelled(job, time.last_at), Kind.CANCELLED, time.last_at)
+    back = replace(job, stalls=job.stalls + 1)
+    if back.stalls >= 2:
+        delay_ms = min(run.lease_ms * 2 ** min(back.stalls - 2, 30), MAX_STALL_DELAY_MS)
+        back = replace(back, run_at=time.last_at + 1000 * delay_ms, arrival=time.stamp(), wall_at=0)
+    return _again(job, run, back, Kind.STALLED, time)
+
+
+def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
+    """A stall that need not wait keeps the job's place in front, as an expired lease does."""
+    counted = replace(
+        job,
+        retries=job.retries + (retry.counts == "retries"),
+        stalls=job.stalls + (retry.counts == "stalls"),
+        timeouts=job.timeouts + (retry.counts == "timeouts"),
+        error=retry.error,
+    )
+    if retry.counts == "stalls" and retry.run_at is None and retry.delay_ms == 0:
+        return counted
+    counted = replace(counted, arrival=time.stamp())
+    if retry.run_at is not None:
+        return replace(counted, run_at=retry.run_at + time.skew, wall_at=retry.run_at)
+    return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)
+
+
+def _again(job: Job, run: Run, back: Job, kind: Kind, time: QueueTime) -> Step:
+    """The job waits again, with the settlement applied; now what is in `next` is merged in by its rules."""
+    back = replace(back, run=None)
+    following = run.next
+    if following is None:
+        return Step(back, (kind,))
+    due = _choose(
+        following.takes_run_at,
+        _Due(back.run_at, back.arrival, back.wall_at),
+        _Due(following.run_at, following.arrival, following.wall_at),
+        time,
+    )
+    back = replace(
+        back,
+        work=following.work if following.takes_payload else job.work,
+        generation=following.generation,
+        run_at=due.run_at,
+        arrival=due.arrival,
+        wall_at=due.wall_at,
+    )
+    return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
+
+
+def _end(job: Job, outcome: Outcome, kind: Kind, now: int) -> Step:
+    """The generation is over. What is in `next` takes its place, else the outcome is remembered for its time."""
+    following = None if job.run is None else job.run.next
+    remembered = outcome.forget_at > now
+    if following is not None:
+        promoted = Job(
+            job.id,
+            following.work,
+            following.generation,
+            following.run_at,
+            following.arrival,
+            following.wall_at,
+            job.named,
+            previous=outcome if remembered else job.previous,
+            keep_until_at=job.keep_until_at,
+        )
+        return Step(promoted, (kind, Kind.PROMOTED))
+    if not remembered:
+        return Step(None, (kind,))
+    work = replace(job.work, payload=None) if outcome.state is State.COMPLETED else job.work
+    return Step(replace(job, work=work, run=None, outcome=outcome, error=None, keep_ms=None), (kind,))
+
+
+def _completed(job: Job, settlement: Complete, now: int) -> Outcome:
+    dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
+    forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
+    return Outcome(
+        job.generation, State.COMPLETED, now, forget_at, dedup_at, result=settlement.result, codec=settlement.codec
+    )
+
+
+def _failed(job: Job, settlement: Fail, now: int) -> Outcome:
+    forget_at = _forget_at(job, settlement.failure_ttl_ms, now)
+    return Outcome(job.generation, State.FAILED, now, forget_at, error=settlement.error)
+
+
+def _cancelled(job: Job, now: int) -> Outcome:
+    ttl_ms = RESULT_TTL_MS if job.work.result_ttl_ms is None else job.work.result_ttl_ms
+    return Outcome(job.generation, State.CANCELLED, now, _forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now))
+
+
+def _forget_at(job: Job, ttl_ms: int, now: int) -> int:
+    """Where somebody waits, not so soon that they miss it, however far the clock has stepped on meanwhile."""
+    until = now + 1000 * (ttl_ms if job.keep_ms is None else job.keep_ms)
+    return max(until, job.keep_until_at, now + 1000 * WAITED_MS) if job.keep_until_at else until
+
+
+def damaged(id: str, payload: bytes | None, now: int) -> Job:
+    """What a record that cannot be read is taken for: failed, with whatever is left of its payload."""
+    outcome = Outcome(now, State.FAILED, now, now + 1000 * FAILURE_TTL_MS, error=DAMAGED)
+    return Job(id, Work(payload), now, now, now, outcome=outcome)
+
+
+# Waiting
+
+
+class Answer(Enum):
+    """What a record says to a waiter, where it is not an outcome."""
+
+    PENDING = "a live request will answer"
+    DROPPED = "a cancel dropped the request"
+    FORGOTTEN = "there is no record"
+
+
+def answer(job: Job | None, generation: int) -> Outcome | Answer:
+    """What a waiter for `generation` is told by the record, as `get` gave it: the oldest outcome that it holds and
+    that is not older than the waiter's request; else to wait while a live request can still answer."""
+    if job is None:
+        return Answer.FORGOTTEN
+    for outcome in (job.previous, job.outcome):
+        if outcome is not None and outcome.generation >= generation:
+            return outcome
+    if job.outcome is None and (job.generation >= generation or _next_generation(job) >= generation):
+        return Answer.PENDING
+    return Answer.DROPPED
+
+
+def _next_generation(job: Job) -> int:
+    return 0 if job.run is None or job.run.next is None else job.run.next.generation

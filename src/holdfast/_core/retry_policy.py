@@ -1,0 +1,305 @@
+"""What becomes of a run: limits, backoff, permanent or not, fail handler or not. Pure: no I/O, no clock, no dice of its
+own. The storage obeys what is decided here.
+
+`admit` judges a job that was claimed, `verdict` a run that ended.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import msgspec
+
+from holdfast._core.jobs import Complete, Fail, Job, Release, Retry, Settlement, Value, Work
+from holdfast.errors import ErrorKind, JobError
+
+MAX_MESSAGE = 4_096
+MAX_TRACEBACK = 16_384
+"""Characters of an error that are stored: its head, and the tail of its traceback."""
+MAX_FOLLOW_UP_BYTES = 524_288
+"""A failed job's payload travels to its fail handler unless it is larger; then it is looked up."""
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """How the jobs of one handler are run. A job's own limits go before these; None is no limit."""
+
+    timeout_ms: int | None = 60_000
+    max_retries: int | None = 10
+    max_stalls: int | None = 3
+    max_timeouts: int | None = 3
+    min_backoff_ms: int = 2_000
+    max_backoff_ms: int = 300_000
+    result_ttl_ms: int = 3_600_000
+    dedup_ttl_ms: int | None = None
+    """None is as long as the result."""
+    failure_ttl_ms: int = 7 * 86_400_000
+    cancel_grace_ms: int = 1_000
+    at_most_once: bool = False
+    exclusive: bool = False
+    """No second run of an id may begin before the first has certainly ended."""
+    dies_with_storage: bool = False
+    """A run ends before its lease can have passed on."""
+    follows_up: bool = False
+    """There is a fail handler."""
+
+
+TASK = Policy()
+FAIL_HANDLER = Policy(max_retries=100, min_backoff_ms=10_000, max_backoff_ms=900_000)
+PULL = Policy(timeout_ms=None, max_retries=None, max_stalls=None, max_timeouts=None, min_backoff_ms=0)
+"""A pull queue has no limits unless it is given some."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
+    process."""
+
+    queue: str
+    policy: Policy
+    size: int = 10
+    concurrency: int | None = None
+    queue_priority: int = 100
+
+
+class Returned(Value, frozen=True, tag="returned"):
+    """The handler returned."""
+
+    result: bytes | None
+    codec: str = "json"
+    result_ttl_ms: int | None = None
+    """Instead of the policy's."""
+
+
+class Raised(Value, frozen=True, tag="raised"):
+    """The handler raised, or its payload or its result was of no use."""
+
+    error: JobError
+    delay_ms: int | None = None
+    """It said itself when to run again: this, or `run_at`."""
+    run_at: int | None = None
+    failure_ttl_ms: int | None = None
+
+
+class TimedOut(Value, frozen=True, tag="timed out"):
+    """The run was stopped because it took too long."""
+
+    error: JobError
+    failure_ttl_ms: int | None = None
+
+
+class Crashed(Value, frozen=True, tag="crashed"):
+    """The process of the run died. Which of the runs in it did that, nobody can tell."""
+
+    error: JobError
+
+
+class Stopped(Value, frozen=True, tag="stopped"):
+    """The run was stopped for a reason that is not its own."""
+
+    reason: Literal["cancel", "shutdown", "lease_lost", "neighbour", "not_started"]
+
+
+Ended = Returned | Raised | TimedOut | Crashed | Stopped
+
+
+def admit(job: Job, policy: Policy) -> Fail | None:
+    """May a claimed job run? If it has stalled, timed out or been retried too often by now, it fails instead."""
+    if not (job.stalls or job.timeouts or job.retries):
+        return None
+    if _over(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
+        error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {_times(job.stalls)}")
+        return _fail(job, error, policy)
+    if _over(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
+        return _fail(job, _last(job, "timeout", f"it timed out {_times(job.timeouts)}"), policy)
+    if _over(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
+        return _fail(job, _last(job, "retriable", f"it was retried {_times(job.retries)}"), policy)
+    return None
+
+
+def is_suspect(job: Job, policy: Policy) -> bool:
+    """Must it run alone? It has stalled twice, or may not stall again: perhaps it is what kills its processes, and
+    otherwise its neighbours must not be what fails it."""
+    if not job.stalls:
+        return False
+    limit = _limit(job.work.max_stalls, policy.max_stalls, policy)
+    return job.stalls >= 2 or (job.stalls == 1 and limit is not None and limit <= 1)
+
+
+def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settlement:
+    """How to settle a run that ended. A limit of n allows n."""
+    match ended:
+        case Returned():
+            return _complete(job, ended, policy)
+        case Raised():
+            permanent = ended.error.kind == "permanent"
+            if permanent or not _allows(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
+                return _fail(job, ended.error, policy, ended.failure_ttl_ms)
+            delay_ms = 0 if ended.run_at is not None else ended.delay_ms
+            if delay_ms is None:
+                delay_ms = backoff_ms(job.retries, policy, rng)
+            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
+        case TimedOut():
+            if not _allows(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
+                return _fail(job, ended.error, policy, ended.failure_ttl_ms)
+            delay_ms = backoff_ms(job.timeouts, policy, rng)
+            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
+        case Crashed():
+            if not _allows(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
+                return _fail(job, ended.error, policy)
+            delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
+            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
+        case Stopped():
+            if policy.at_most_once and ended.reason not in ("cancel", "not_started"):
+                error = JobError(type="Stopped", kind="stall", message=f"it was started, and stopped by {ended.reason}")
+                return _fail(job, error, policy)
+            return Release(job.id, fence_of(job))
+
+
+def backoff_ms(count: int, policy: Policy, rng: random.Random) -> int:
+    """How long to wait before the next run: doubling, with jitter, never less than the policy's least."""
+    base = min(policy.max_backoff_ms, policy.min_backoff_ms * 2 ** min(count, 40))
+    least = max(policy.min_backoff_ms, min(base, policy.max_backoff_ms * 4 // 5))
+    most = min(policy.max_backoff_ms, base * 5 // 4)
+    return rng.randint(min(least, most), max(least, most))
+
+
+def smaller(job: Job, refused: Settlement, policy: Policy, why: str) -> list[Settlement]:
+    """Ever smaller settlements in place of one that the storage refused, most likely as too large. A result that does
+    not fit fails its job; an error is cut, and at last left out."""
+    if isinstance(refused, Release):
+        return []
+    if isinstance(refused, Complete):
+        error = JobError(type="PayloadRejected", kind="permanent", message=why[:MAX_MESSAGE])
+        return [_fail(job, error, policy), *smaller(job, _fail(job, error, policy), policy, why)]
+    error = decode_error(refused.error)
+    brief = msgspec.structs.replace(error, message=error.message[:200], traceback="", details=None)
+    least = JobError(type=error.type[:40], message="", kind=error.kind, attempts=error.attempts)
+    if isinstance(refused, Retry):
+        errors = (encode_error(brief), encode_error(least), None)
+        return [msgspec.structs.replace(refused, error=data) for data in errors]
+    bare = [Fail(refused.id, refused.fence, data, refused.failure_ttl_ms) for data in (encode_error(brief), b"")]
+    if not policy.follows_up:
+        return [*bare]
+    follows = [follow_up(job, brief), follow_up(job, brief, carry=False), follow_up(job, least, carry=False)]
+    return [*(msgspec.structs.replace(bare[0], follow_up=work) for work in follows), *bare]
+
+
+def timeout_ms(job: Job, policy: Policy) -> int | None:
+    return policy.timeout_ms if job.work.timeout_ms is None else job.work.timeout_ms
+
+
+def fence_of(job: Job) -> int:
+    assert job.run is not None
+    return job.run.fence
+
+
+def encode_error(error: JobError) -> bytes:
+    return msgspec.json.encode(error)
+
+
+def decode_error(data: bytes | None) -> JobError:
+    """The error in a record, also one that somebody else wrote there."""
+    try:
+        return msgspec.json.decode(data or b"", type=JobError)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return JobError(type="Error", message=(data or b"").decode("utf-8", "replace")[:MAX_MESSAGE])
+
+
+def cut(error: JobError) -> JobError:
+    """An error that is short enough to be stored."""
+    if len(error.message) <= MAX_MESSAGE and len(error.traceback) <= MAX_TRACEBACK:
+        return error
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
+    return msgspec.structs.replace(error, message=message, traceback=error.traceback[-MAX_TRACEBACK:])
+
+
+class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The payload of a fail handler's job. Which job failed is said by its own id: `id@generation`."""
+
+    error: JobError
+    run_at: int
+    attempts: int
+    retries: int
+    stalls: int
+    timeouts: int
+    codec: str
+    form: Literal["json", "base64", "left"]
+    """How the payload travels: as the JSON that it is, as bytes, or not at all, because it is large. Then it is still
+    in the failed record."""
+    payload: msgspec.Raw
+
+
+def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
+    """The job of the fail handler. It keeps its priority."""
+    payload = job.work.payload or b""
+    form: Literal["json", "base64", "left"] = "base64"
+    if not carry or len(payload) > MAX_FOLLOW_UP_BYTES:
+        form = "left"
+    elif job.work.codec == "json" and _is_json(payload):
+        form = "json"
+    raw = payload if form == "json" else msgspec.json.encode(b"" if form == "left" else payload)
+    told = FollowUp(
+        error=error,
+        run_at=job.run_at,
+        attempts=job.attempts,
+        retries=job.retries,
+        stalls=job.stalls,
+        timeouts=job.timeouts,
+        codec=job.work.codec,
+        form=form,
+        payload=msgspec.Raw(raw),
+    )
+    return Work(msgspec.json.encode(told), "json", job.work.priority)
+
+
+def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
+    """Remembered only if there is something to remember: a name, a result, or (the storage knows) who waits for it."""
+    worth_it = job.named or ended.result is not None or ended.result_ttl_ms is not None
+    given = ended.result_ttl_ms if ended.result_ttl_ms is not None else job.work.result_ttl_ms
+    result_ttl_ms = policy.result_ttl_ms if given is None else given
+    dedup_ttl_ms = policy.dedup_ttl_ms if job.work.dedup_ttl_ms is None else job.work.dedup_ttl_ms
+    if dedup_ttl_ms is None:
+        dedup_ttl_ms = result_ttl_ms
+    if not worth_it:
+        result_ttl_ms = dedup_ttl_ms = 0
+    return Complete(job.id, fence_of(job), ended.result, ended.codec, result_ttl_ms, dedup_ttl_ms)
+
+
+def _fail(job: Job, error: JobError, policy: Policy, failure_ttl_ms: int | None = None) -> Fail:
+    ttl_ms = policy.failure_ttl_ms if failure_ttl_ms is None else failure_ttl_ms
+    error = msgspec.structs.replace(error, attempts=job.attempts)
+    work = follow_up(job, error) if policy.follows_up else None
+    return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work)
+
+
+def _limit(own: int | None, usual: int | None, policy: Policy) -> int | None:
+    """A job's own limit goes before the policy's. A promise to run once goes before both."""
+    return 0 if policy.at_most_once else usual if own is None else own
+
+
+def _allows(count: int, limit: int | None) -> bool:
+    return limit is None or count < limit
+
+
+def _over(count: int, limit: int | None) -> bool:
+    return limit is not None and count > limit
+
+
+def _last(job: Job, kind: ErrorKind, message: str) -> JobError:
+    """The error of the last run, where there is one."""
+    if job.error is None:
+        return JobError(type="LimitReached", kind=kind, message=message)
+    return msgspec.structs.replace(decode_error(job.error), kind=kind)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _is_json(payload: bytes) -> bool:
+    """Raw JSON goes out as it came in: what is not JSON would spoil the whole."""
+    try:
+        msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""A worker: it claims jobs, runs them, keeps their leases alive and settles them."""

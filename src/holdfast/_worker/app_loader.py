@@ -1,0 +1,100 @@
+"""Where an app is found: `module:name`. What the command line is given, and what a child process imports."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from holdfast.errors import OptionError
+
+A = TypeVar("A")
+
+
+def load(target: str, kind: type[A]) -> A:
+    """Import an app, which is of this kind. Raises OptionError, with the traceback of the user's own code if that
+    failed."""
+    module, name = split(target)
+    imported = _import(module, target)
+    if not name:
+        return _the_only_app(imported, target, kind)
+    found: Any = imported
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise OptionError(f"{target}: module {module} has no {name!r}{_apps_in(imported, kind)}") from None
+    if not isinstance(found, kind):
+        raise OptionError(f"{target} is no {kind.__name__} app, but {found!r:.80}{_apps_in(imported, kind)}")
+    return found
+
+
+def split(target: str) -> tuple[str, str]:
+    """The module, and the name in it."""
+    module, _, name = target.partition(":")
+    parts = [*module.split("."), *(name.split(".") if name else [])]
+    if not all(part.isidentifier() for part in parts):
+        raise OptionError(f"{target!r:.120} names no app: write module:name, like shop.tasks:app")
+    return module, name
+
+
+def find(app: object) -> str:
+    """Where another process finds this app. It must be at the top of a module."""
+    for module_name, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is app and name.isidentifier():
+                return f"{_importable(module_name, module)}:{name}"
+    raise OptionError(
+        "child processes import the app, and no module has it: define it at the top of one, or leave processes out"
+    )
+
+
+def _import(module: str, target: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise OptionError(
+                f"{target}: there is no module {error.name!r} here: is this the right folder? ({Path.cwd()})"
+            ) from None
+        raise OptionError(_failed(module, error)) from error
+    except (Exception, SystemExit) as error:
+        raise OptionError(_failed(module, error)) from error
+
+
+def _failed(module: str, error: BaseException) -> str:
+    """The user's own frames, without those of the import machinery."""
+    told = traceback.TracebackException.from_exception(error)
+    ours = str(Path(__file__).parents[1])
+    own = [frame for frame in told.stack if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
+    told.stack = traceback.StackSummary.from_list(own)
+    return f"module {module} could not be imported:\n{''.join(told.format()).rstrip()}"
+
+
+def _the_only_app(module: ModuleType, target: str, kind: type[A]) -> A:
+    apps = {name: value for name, value in vars(module).items() if isinstance(value, kind)}
+    if len({id(app) for app in apps.values()}) != 1:
+        raise OptionError(f"{target}: which app? Write {module.__name__}:name{_apps_in(module, kind)}")
+    return next(iter(apps.values()))
+
+
+def _apps_in(module: ModuleType, kind: type) -> str:
+    apps = [name for name, value in vars(module).items() if isinstance(value, kind)]
+    return f"; there is {', '.join(f'{module.__name__}:{name}' for name in apps)}" if apps else "; it has no app"
+
+
+def _importable(name: str, module: ModuleType) -> str:
+    """The name by which another process imports a module. A program's own file has one, too."""
+    if name != "__main__":
+        return name
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None:
+        return str(spec.name)
+    if file is None:
+        raise OptionError("child processes import the app, and a session has no file: put the app into a module")
+    if not Path(file).stem.isidentifier():
+        raise OptionError(f"child processes import the app, and {Path(file).name} cannot be imported: rename it")
+    return Path(file).stem

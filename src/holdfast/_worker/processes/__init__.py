@@ -1,0 +1,1 @@
+"""Runs in child processes: the pool, the two sides of a child, and their messages."""

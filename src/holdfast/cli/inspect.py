@@ -1,0 +1,229 @@
+"""Looking: `status`, `jobs`, `show`, `explain`, `events`. None of them changes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import click
+import msgspec
+
+from holdfast._client.app import Holdfast
+from holdfast._client.explain import explain as find_reasons
+from holdfast._client.queue import JobInfo
+from holdfast._core.events import Event, Topic
+from holdfast._core.jobs import QueueStats, Snapshot, State
+from holdfast._core.options import from_at
+from holdfast._core.text import length, printable
+from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, when, where, with_present_app
+
+STATES = click.Choice([state.value for state in State])
+RATES = ("enqueued", "completed", "failed", "retried")
+
+
+@click.command()
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@click.option("--watch", is_flag=True, help="Again and again, with rates, until interrupted.")
+@click.option("--every", type=Number(0.1), default=2.0, show_default=True, metavar="SECONDS", help="With --watch.")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="With --watch: end after so many.")
+@as_json
+@with_present_app
+async def status(
+    app: Holdfast[None], queues: tuple[str, ...], *, watch: bool, every: float, times: int | None, as_json: bool
+) -> None:
+    """Show queues and workers in numbers.
+
+    \b
+    Examples:
+      holdfast status
+      holdfast status --watch
+      holdfast status shop.tasks.report --json
+    """
+    if times is not None and not watch:
+        raise click.UsageError("--times is for --watch")
+    before: Snapshot | None = None
+    rounds = itertools.count(1) if watch else [1]
+    for number in rounds:
+        snapshot = await app.stats()
+        chosen = [stats for stats in snapshot.queues if not queues or stats.queue in queues]
+        if queues and not chosen and not watch:
+            end(NO, f"there is no queue {', '.join(queues)} on {where(app)}")
+        if as_json:
+            say_json({"now": from_at(snapshot.now), "queues": chosen, "workers": snapshot.workers})
+        else:
+            if watch:
+                click.clear()  # Does nothing unless this is a terminal.
+            _show_status(snapshot, chosen, before)
+            say(f"\non {where(app)}")
+        before = snapshot
+        if not watch or number == times:
+            return
+        await asyncio.sleep(every)
+
+
+def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot | None) -> None:
+    if not queues:
+        say("no queues")
+    else:
+        rates = [f"{kind}/s" for kind in RATES] if before is not None else []
+        headers = ["queue", "ready", "scheduled", "running", "retrying", "failed", "oldest", "workers", *rates, ""]
+        table(headers, (_row(stats, snapshot, before) for stats in queues))
+    if snapshot.workers:
+        say()
+        rows = [
+            (
+                worker.worker,
+                worker.facts.get("executor", ""),
+                f"{worker.facts.get('used', 0)}/{worker.facts.get('capacity', 0)}",
+                worker.facts.get("running", 0),
+                length((snapshot.now - worker.beat_at) / 1e6),
+                worker.facts.get("version", ""),
+                "asked to stop" if worker.evict_asked else "",
+            )
+            for worker in snapshot.workers
+        ]
+        table(["worker", "executor", "used", "running", "heard of", "release", ""], rows)
+    else:
+        say("no workers")
+
+
+def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list[object]:
+    rates: list[object] = []
+    if before is not None:
+        none: dict[str, int] = {}
+        earlier = next((other.totals for other in before.queues if other.queue == stats.queue), none)
+        seconds = max((snapshot.now - before.now) / 1e6, 0.001)
+        rates = [f"{(stats.totals.get(kind, 0) - earlier.get(kind, 0)) / seconds:.1f}" for kind in RATES]
+    return [
+        stats.queue,
+        *(stats.ready, stats.scheduled, stats.running, stats.retrying, stats.failed),
+        length(stats.oldest_ready_ms / 1000) if stats.ready else "-",
+        len(stats.workers),
+        *rates,
+        f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else "",
+    ]
+
+
+@click.command()
+@click.argument("queue")
+@click.option("--state", type=STATES, help="Only these.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="So many at most.")
+@as_json
+@with_present_app
+async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int, as_json: bool) -> None:
+    """List the jobs of a queue, without payloads.
+
+    \b
+    Example:
+      holdfast jobs shop.tasks.report --state failed --limit 20
+    """
+    now = from_at((await app.stats()).now)
+    found = [job async for job in _first(app.queue(queue).jobs(state), limit + 1)]
+    if as_json:
+        for job in found[:limit]:
+            say_json({name: getattr(job, name) for name in job.__struct_fields__ if name not in ("payload", "result")})
+        return
+    if not found:
+        say(f"no {f'{state} ' if state else ''}jobs in {queue}")
+        return
+    rows = [
+        (
+            job.id,
+            job.state,
+            job.priority,
+            when(job.run_at, now),
+            job.attempts,
+            job.worker or (str(job.error) if job.error else ""),
+        )
+        for job in found[:limit]
+    ]
+    table(["id", "state", "priority", "due", "attempts", "worker or error"], rows)
+    if len(found) > limit:
+        say(f"… and more: --limit {2 * limit}")
+
+
+async def _first(jobs: AsyncIterator[JobInfo], count: int) -> AsyncIterator[JobInfo]:
+    number = 0
+    async for job in jobs:
+        yield job
+        number += 1
+        if number >= count:
+            return
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("id")
+@click.option("--payload", is_flag=True, help="Show the payload and the result, too.")
+@as_json
+@with_present_app
+async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_json: bool) -> None:
+    """Show one job. Exit status 1 if there is none."""
+    job = await app.queue(queue).get(id)
+    if job is None:
+        end(NO, f"there is no job {id!r} in {queue}: it was never asked for, or is forgotten")
+    told: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
+    if not payload:
+        del told["payload"], told["result"]
+    if as_json:
+        say_json(told)
+        return
+    for name, value in told.items():
+        if name == "error" and job.error is not None:
+            value = f"{job.error} ({job.error.kind})"
+        elif name in ("payload", "result", "progress") and value is not None:
+            value = msgspec.json.encode(plain(value)).decode()
+        if value is not None:
+            say(f"{name:<11} {printable(str(value))}")
+    if job.error is not None and job.error.traceback:
+        say(job.error.traceback.rstrip())
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("id")
+@as_json
+@with_present_app
+async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) -> None:
+    """Say why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
+    told = await find_reasons(app.storage, queue, id)
+    if as_json:
+        say_json(told)
+    else:
+        say(f"{told.id} of {told.queue}: {told.state or 'not there'}")
+        for reason in told.reasons:
+            say(f"  - {reason}")
+        say(f"on {where(app)}")
+    if told.state is None:
+        end(NO)
+
+
+@click.command()
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="End after so many events.")
+@as_json
+@with_present_app
+async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | None, as_json: bool) -> None:
+    """Print what happens, as it happens: of these queues, or of all that there are now. Until interrupted.
+
+    These are hints: some may be lost.
+    """
+    names = queues or tuple(stats.queue for stats in (await app.stats()).queues)
+    if not names:
+        end(NO, "there are no queues yet: name those to listen to")
+    seen = 0
+    async with app.storage.subscribe(*(Topic(app.queue(name).name) for name in names)) as told:
+        async for event in told:
+            if event.happened:
+                _show_event(event, as_json=as_json)
+                seen += 1
+                if seen == times:
+                    return
+
+
+def _show_event(event: Event, *, as_json: bool) -> None:
+    if as_json:
+        say_json({"event": event.kind, "queue": event.queue, "id": event.id, "generation": event.generation})
+    else:
+        say(f"{event.kind:<12} {event.queue}  {event.id}")

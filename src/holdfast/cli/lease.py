@@ -1,0 +1,145 @@
+"""Workers in any language, or in a shell: `lease`, then `complete`, `extend`, `release` or `fail` by its token."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import click
+
+from holdfast._client.app import Holdfast
+from holdfast._client.lease import Lease
+from holdfast._client.queue import PullOptions
+from holdfast._core.jobs import State
+from holdfast.cli.common import NO, TIME_IS_UP, Number, end, plain, read_payload, say, say_json, with_app
+
+_MAX_RETRIES = click.option("--max-retries", type=click.IntRange(0), help="Fail a job that was retried more often.")
+_MAX_STALLS = click.option(
+    "--max-stalls", type=click.IntRange(0), help="Fail a job whose holders were lost more often."
+)
+
+
+def _limits(command: Any) -> Any:
+    return _MAX_RETRIES(_MAX_STALLS(command))
+
+
+LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
+
+
+@click.command()
+@click.argument("queue")
+@click.option("--seconds", type=Number(0.1, 86_400), default=30.0, show_default=True, help="How long to hold it.")
+@click.option("--wait", type=Number(0), default=30.0, show_default=True, help="How long to wait for a job.")
+@_limits
+@with_app
+async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: int | None) -> None:
+    """Take the next job of a queue, and print it as JSON.
+
+    It has a token, id, attempt, deadline and payload, and is yours for --seconds.
+
+    \b
+    Example, one job of a worker in a shell (jq reads JSON):
+      job=$(holdfast lease emails --seconds 60) || exit
+      token=$(echo "$job" | jq -r .token)
+      if echo "$job" | jq .payload | send-mail
+      then holdfast complete "$token"
+      else holdfast fail "$token" --retry --delay 10 --max-retries 5
+      fi
+
+    A queue that is leased from has no limits of its own: a job that has been retried, or whose holder was lost, more
+    often than --max-retries or --max-stalls is failed instead of being handed out. Exit status 4 if there was none
+    within --wait.
+    """
+    held = await app.queue(queue, **_given(limits)).lease(seconds=seconds, wait=wait)
+    if held is None:
+        end(TIME_IS_UP)
+    say_json(
+        {
+            "token": held.token,
+            "queue": queue,
+            "id": held.id,
+            "attempt": held.attempt,
+            "fence": held.fence,
+            "deadline": held.deadline,
+            "payload": plain(held.payload),
+        }
+    )
+
+
+@click.command()
+@click.argument("token")
+@click.argument("result", required=False)
+@click.option("--text", is_flag=True, help="The result is text, not JSON.")
+@click.option("--raw", is_flag=True, help="The result is bytes, as they are.")
+@with_app
+async def complete(app: Holdfast[None], token: str, result: str | None, *, text: bool, raw: bool) -> None:
+    """The work is done. RESULT is JSON, or - for stdin; none unless given.
+
+    Of several who complete one lease exactly one succeeds. Exit status 1 if the lease is lost.
+    """
+    value = None if result is None else read_payload(result, text=text, raw=raw)
+    _settled(await (await _held(app, token)).complete(value), "completed")
+
+
+@click.command()
+@click.argument("token")
+@click.option("--seconds", type=Number(0.1, 86_400), help="Hold it so long from now.  [default: as before]")
+@click.option("--progress", help="How far it is: a JSON value that `holdfast show` shows.")
+@with_app
+async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
+    """Hold a lease for longer. Exit status 1 if it is lost.
+
+    Prints the new deadline; and `cancel asked`, if somebody wants the job stopped.
+    """
+    held = await _held(app, token)
+    told = None if progress is None else read_payload(progress, text=False, raw=False)
+    if not await held.extend(seconds, progress=told):
+        end(NO, LOST)
+    say(f"until {held.deadline:%Y-%m-%d %H:%M:%S} UTC" + (", cancel asked" if held.cancel_asked else ""))
+
+
+@click.command()
+@click.argument("token")
+@with_app
+async def release(app: Holdfast[None], token: str) -> None:
+    """Give a job back: it keeps its place, and nothing is counted. Exit status 1 if the lease is lost."""
+    _settled(await (await _held(app, token)).release(), "released")
+
+
+@click.command()
+@click.argument("token")
+@click.argument("message", default="failed")
+@click.option("--retry", is_flag=True, help="It shall run again.")
+@click.option("--delay", type=Number(0), metavar="SECONDS", help="With --retry: after so long.")
+@click.option("--max-retries", type=click.IntRange(0), help="With --retry: so often at most, then it has failed.")
+@with_app
+async def fail(
+    app: Holdfast[None], token: str, message: str, *, retry: bool, delay: float | None, max_retries: int | None
+) -> None:
+    """The work has failed, for good or to be tried again. Exit status 1 if the lease is lost."""
+    if not retry and (delay is not None or max_retries is not None):
+        raise click.UsageError("--delay and --max-retries are for --retry")
+    held = await _held(app, token, max_retries=max_retries)
+    if retry:
+        ok = await held.retry(delay=delay, error=message)
+        job = await app.queue(held.queue).get(held.id)
+        over = job is not None and job.state is State.FAILED
+        _settled(ok, "failed: it was tried too often" if over else "to be tried again")
+    else:
+        _settled(await held.fail(message), "failed")
+
+
+def _given(limits: dict[str, int | None]) -> PullOptions:
+    return cast("PullOptions", {name: limit for name, limit in limits.items() if limit is not None})
+
+
+async def _held(app: Holdfast[None], token: str, **limits: int | None) -> Lease:
+    held = await app.lease(token, **_given(limits))
+    if held is None:
+        end(NO, LOST)
+    return held
+
+
+def _settled(ok: bool, what: str) -> None:
+    if not ok:
+        end(NO, LOST)
+    say(what)

@@ -1,0 +1,200 @@
+"""Acting on what is stored: `cancel`, `retry`, `pause`, `resume`, `evict`, `sweep`, `audit`, `repair`, `purge`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import click
+
+from holdfast._client.app import Holdfast
+from holdfast._client.queue import Queue
+from holdfast._core.jobs import Cancelled, Placed, Problem, State
+from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
+from holdfast.cli.inspect import STATES
+from holdfast.errors import JobNotFound
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@with_present_app
+async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
+    """Stop jobs: waiting ones at once, running ones by asking their worker.
+
+    Prints what became of each: cancelled, asked, finished or missing. Exit status 1 if none could be stopped.
+    """
+    replies = [await app.queue(queue).cancel(id) for id in ids]
+    for id, reply in zip(ids, replies, strict=True):
+        say(f"{reply} {id}")
+    if not any(reply in (Cancelled.CANCELLED, Cancelled.ASKED) for reply in replies):
+        end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "everything", is_flag=True, help="Every failed job of the queue.")
+@with_present_app
+async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
+    """Run failed or cancelled jobs once more, as they were.
+
+    \b
+    Examples:
+      holdfast retry shop.tasks.report report:42
+      holdfast retry shop.tasks.report --all
+    """
+    if everything == bool(ids):
+        raise click.UsageError("name the jobs, or say --all")
+    where = app.queue(queue)
+    chosen = [job.id async for job in where.jobs(State.FAILED)] if everything else list(ids)
+    missing = 0
+    for id in chosen:
+        try:
+            handle = await where.retry(id)
+            if not everything:
+                say(f"{'runs once more:' if handle.placed is Placed.NEW else handle.placed} {id}")
+        except JobNotFound as error:
+            missing += 1
+            click.secho(f"holdfast: {error}", fg="red", err=True)
+    if everything:
+        say(f"{number_of(len(chosen) - missing, 'job')} to run once more")
+    if missing and missing == len(chosen):
+        end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.option("--reason", default="", help="Shown to whoever looks.")
+@with_app
+async def pause(app: Holdfast[None], queue: str, *, reason: str) -> None:
+    """Let nobody take jobs of a queue. What runs goes on, and jobs can be enqueued."""
+    await app.queue(queue).pause(reason=reason)
+    say(f"{queue} is paused")
+
+
+@click.command()
+@click.argument("queue")
+@with_present_app
+async def resume(app: Holdfast[None], queue: str) -> None:
+    """Let workers take jobs of a queue again."""
+    await app.queue(queue).resume()
+    say(f"{queue} goes on")
+
+
+@click.command()
+@click.argument("worker")
+@click.option("--now", is_flag=True, help="Take its jobs back at once. Their runs may overlap with new ones.")
+@with_present_app
+async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
+    """Ask a worker to stop.
+
+    It finishes what it has within its grace, gives back the rest, and exits. Exit status 1 if there is no worker of
+    that name.
+    """
+    there = await app.evict(worker)
+    taken = 0
+    if now:
+        for stats in (await app.stats()).queues:
+            queue, more = app.queue(stats.queue), True
+            while more:
+                swept = await queue.sweep(worker=worker)
+                taken, more = taken + len(swept.stalled), swept.more
+        say(f"{number_of(taken, 'job')} taken back: a run that still goes on may overlap with the next")
+    if not there and not taken:
+        end(NO, f"there is no worker {worker!r}: see `holdfast status`")
+    if there:
+        say(f"{worker} was asked to stop")
+
+
+@click.command()
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@click.option("--every", type=Number(0.1), metavar="SECONDS", help="Again and again, until interrupted.")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="With --every: end after so many.")
+@with_present_app
+async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
+    """Take back expired leases and forget what is due, in these queues or in all.
+
+    Workers and whoever leases do this by themselves. A cleaner of its own is for queues that are only leased from now
+    and then: holdfast sweep --every 10
+    """
+    if times is not None and every is None:
+        raise click.UsageError("--times is for --every")
+    number = 0
+    while True:
+        number += 1
+        for queue in await _chosen(app, queues):
+            await _sweep(queue)
+        if every is None or number == times:
+            return
+        await asyncio.sleep(every)
+
+
+async def _sweep(queue: Queue) -> None:
+    more, stalled, forgotten = True, 0, 0
+    while more:
+        swept = await queue.sweep()
+        stalled, forgotten, more = stalled + len(swept.stalled), forgotten + swept.forgotten, swept.more
+    if stalled or forgotten:
+        say(f"{queue.name}: {stalled} taken back, {forgotten} forgotten")
+
+
+@click.command()
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@as_json
+@with_present_app
+async def audit(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
+    """Check every record of these queues, or of all, against the invariants. Changes nothing.
+
+    Exit status 1 if something is wrong.
+    """
+    await _check(app, queues, mend=False, as_json=as_json)
+
+
+@click.command()
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@as_json
+@with_present_app
+async def repair(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
+    """Check as `audit` does, and mend what is wrong. No job that can be read is lost by it."""
+    await _check(app, queues, mend=True, as_json=as_json)
+
+
+async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_json: bool) -> None:
+    problems: list[Problem] = []
+    checked = 0
+    for queue in await _chosen(app, queues):
+        told = await queue.repair(dry_run=not mend)
+        checked += told.checked
+        problems += told.problems
+        for problem in told.problems:
+            if as_json:
+                say_json(problem)
+            else:
+                say(f"{problem.kind} {problem.queue} {problem.id}: {problem.detail}")
+    if not as_json:
+        mended = ", mended" if mend and problems else ""
+        say(f"{number_of(checked, 'record')} checked, {number_of(len(problems), 'problem')}{mended}")
+    if problems and not mend:
+        end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.option(
+    "--state", "states", type=STATES, multiple=True, help="Only these. Repeatable.  [default: all but running]"
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@with_present_app
+async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
+    """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""
+    chosen = app.queue(queue)
+    wanted = states or tuple(state.value for state in Queue.PURGED)
+    if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):
+        end(NO, "nothing was deleted")
+    say(f"{number_of(await chosen.purge(wanted), 'job')} deleted")
+
+
+async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:
+    names = queues or [stats.queue for stats in (await app.stats()).queues]
+    return [app.queue(name) for name in names]

@@ -1,0 +1,1 @@
+"""Storages whose atomic step is a Python function: memory and SQLite."""

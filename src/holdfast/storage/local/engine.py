@@ -1,0 +1,389 @@
+"""The verbs, for storages whose atomic step is a Python function: memory and SQLite.
+
+Each method is one step: read the records, let the machine decide, write what changed. The storage wraps a step in its
+lock or transaction; nothing here knows which. `Table` is all that such a storage must provide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from holdfast._core import lifecycle
+from holdfast._core.clock import Clock, QueueTime
+from holdfast._core.events import Kind
+from holdfast._core.jobs import (
+    FINISHED,
+    Cancelled,
+    Claim,
+    Enqueued,
+    Extended,
+    Facts,
+    Fail,
+    Job,
+    Kept,
+    Lease,
+    Orders,
+    Page,
+    Placed,
+    Problem,
+    QueueStats,
+    Repaired,
+    Request,
+    Settled,
+    Settlement,
+    Snapshot,
+    State,
+    Swept,
+    WorkerStats,
+)
+from holdfast.storage.local.audit import examine, recount
+from holdfast.storage.local.reading import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.local.table import Ledger, Table
+from holdfast.storage.local.transaction import Books
+from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
+
+SWEEP_ON_CLAIM = 10
+"""How many leases, and how many finished records, a claim sweeps in passing."""
+FORGET_ON_ENQUEUE = 2
+"""How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
+MEND_PASSES = 2
+"""How often a claim looks for what is misplaced before it takes what it finds."""
+REPAIR_PAGE = 200
+
+
+class Engine:
+    """The storage protocol's verbs as plain functions over a `Table`."""
+
+    def __init__(self, table: Table, clock: Clock) -> None:
+        self.table = table
+        self.clock = clock
+
+    def _books(self, queue: str) -> Books | None:
+        ledger = self.table.ledger(queue)
+        return None if ledger is None else Books(self.table, queue, ledger, self.clock.now_us())
+
+    def _open(self, queue: str) -> Books:
+        return Books(self.table, queue, self.table.open(queue), self.clock.now_us())
+
+    def _time(self, queue: str) -> QueueTime:
+        """The queue's time for a step that only reads."""
+        ledger = self.table.ledger(queue)
+        time = QueueTime() if ledger is None else replace(ledger.time)
+        time.tick(self.clock.now_us())
+        return time
+
+    def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
+        books = self._open(queue)
+        books.sweep_forgotten(FORGET_ON_ENQUEUE)
+        replies = _start(books, requests) or _enqueue(books, requests)
+        books.close()
+        return replies
+
+    def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
+        books = self._books(queue)
+        if books is None:
+            return Claim([], self.clock.now_us(), None, None)
+        books.sweep(SWEEP_ON_CLAIM)
+        books.sweep_forgotten(SWEEP_ON_CLAIM)
+        paused = books.ledger.paused
+        books.close()
+        jobs = [] if paused else self._claim_due(queue, limit, worker, lease_ms)
+        next_run_at = None if paused else self.table.next_run_at(queue)
+        next_sweep_at = self.table.next_sweep_at(queue)
+        return Claim([as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
+
+    def ready(self, queues: Sequence[str]) -> list[str]:
+        return [queue for queue in queues if self._is_ready(queue)]
+
+    def _is_ready(self, queue: str) -> bool:
+        ledger = self.table.ledger(queue)
+        if ledger is None:
+            return False
+        times = [self.table.next_sweep_at(queue), None if ledger.paused else self.table.next_run_at(queue)]
+        now = self._time(queue).last_at
+        return any(at is not None and at <= now for at in times)
+
+    def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
+        """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
+        misplaced it."""
+        for _ in range(MEND_PASSES):
+            books = self._open(queue)
+            due = self.table.due(queue, books.now, limit)
+            misplaced = [job for job in due if _misplaced(job, books.time)]
+            if not misplaced:
+                return _claim(books, due, worker, lease_ms)
+            for job in misplaced:
+                books.mend(job if job.state is not State.WAITING else lifecycle.follow_clock(job, books.time))
+            books.close()
+        books = self._open(queue)
+        due = self.table.due(queue, books.now, limit)
+        return _claim(books, [job for job in due if not _misplaced(job, books.time)], worker, lease_ms)
+
+    def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
+        books = self._books(queue)
+        if books is None:
+            return [Settled.LOST] * len(batch)
+        records = books.load([item.id for item in batch])
+        replies: list[Settled] = []
+        follow_ups: list[Request] = []
+        for item in batch:
+            job = records[item.id]
+            if job is None or not lifecycle.holds(job, worker, item.fence):
+                replies.append(Settled.LOST)
+                continue
+            step = lifecycle.settle(job, item, books.time)
+            if isinstance(item, Fail) and item.follow_up is not None and Kind.FAILED in step.kinds:
+                follow_ups.append(Request(f"{item.id}@{job.generation}", item.follow_up, named=True))
+            records[item.id] = books.put(item.id, job, step)
+            replies.append(Settled.OK)
+        books.close()
+        if follow_ups:
+            companion = self._open(queue + FAILED_SUFFIX)
+            _enqueue(companion, follow_ups)
+            companion.close()
+        return replies
+
+    def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
+        books = self._books(queue)
+        if books is None:
+            return Extended(list(leases), [])
+        records = books.load([lease.id for lease in leases])
+        lost: list[Lease] = []
+        cancel_asked: list[Lease] = []
+        for lease in leases:
+            job = records[lease.id]
+            if job is None or job.run is None or not lifecycle.holds(job, worker, lease.fence):
+                lost.append(lease)
+                continue
+            if job.run.cancel_asked:
+                cancel_asked.append(lease)
+            step = lifecycle.Step(lifecycle.extend(job, lease, lease_ms, books.now))
+            records[lease.id] = books.put(lease.id, job, step)
+        books.close()
+        return Extended(lost, cancel_asked)
+
+    def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+        books = self._books(queue)
+        if books is None:
+            return [Cancelled.MISSING] * len(ids)
+        records = books.load(ids)
+        replies: list[Cancelled] = []
+        for id in ids:
+            step, reply = lifecycle.cancel(records[id], books.now)
+            records[id] = books.put(id, records[id], step)
+            replies.append(reply)
+        books.close()
+        return replies
+
+    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[Kept]:
+        books = self._books(queue)
+        if books is None:
+            return [Kept.MISSING] * len(ids)
+        records = books.load(ids)
+        replies: list[Kept] = []
+        for id in ids:
+            job, reply = lifecycle.keep(records[id], ttl_ms, at_least, books.now)
+            records[id] = books.put(id, records[id], lifecycle.Step(job))
+            replies.append(reply)
+        books.close()
+        return replies
+
+    def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        time = self._time(queue)
+        loaded = self.table.load(queue, ids)
+        found = [loaded.get(id) for id in ids]
+        return [None if job is None or lifecycle.forgotten(job, time.last_at) else as_read(job, time) for job in found]
+
+    def scan(self, queue: str, *, state: State | None, after: str | None, limit: int) -> Page:
+        states, start = read_cursor(state, after)
+        jobs: list[Job] = []
+        end: str | None = None
+        for at in states:
+            page, place = self.table.page(queue, at, start, max(limit - len(jobs), 1))
+            if page and len(jobs) == limit:
+                end = write_cursor(state, at, None)
+                break
+            jobs += page
+            if place is not None:
+                end = write_cursor(state, at, place)
+                break
+            start = None
+        return Page(listed(jobs, self._time(queue)), end)
+
+    def snapshot(self) -> Snapshot:
+        now = self.clock.now_us()
+        workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
+        return Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
+
+    def _stats(self, queue: str, workers: Sequence[WorkerStats]) -> QueueStats:
+        ledger = self.table.ledger(queue) or Ledger()
+        now = self._time(queue).last_at
+        counts = ledger.counts
+        past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
+        scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
+        heads = self.table.heads(queue, now) if counts.get(State.WAITING, 0) > scheduled else []
+        oldest = min((max(job.run_at, job.generation) for job in heads), default=now)
+        return QueueStats(
+            queue,
+            ready=counts.get(State.WAITING, 0) - scheduled,
+            scheduled=scheduled,
+            running=counts.get(State.RUNNING, 0),
+            retrying=counts.get("retrying", 0),
+            deferred=counts.get("deferred", 0),
+            completed=counts.get(State.COMPLETED, 0) - past[State.COMPLETED],
+            failed=counts.get(State.FAILED, 0) - past[State.FAILED],
+            cancelled=counts.get(State.CANCELLED, 0) - past[State.CANCELLED],
+            oldest_ready_ms=max(0, now - oldest) // 1000,
+            paused=ledger.paused,
+            reason=ledger.reason,
+            workers=[w.worker for w in workers if queue in served_by(w)],
+            totals=dict(ledger.totals),
+        )
+
+    def pause(self, queue: str, paused: bool, *, reason: str) -> None:
+        ledger = self.table.open(queue)
+        ledger.paused = paused
+        ledger.reason = reason if paused else ""
+        self.table.write_ledger(queue)
+
+    def sweep(self, queue: str, limit: int, *, worker: str | None) -> Swept:
+        books = self._books(queue)
+        if books is None:
+            return Swept([], [], 0, False, None)
+        overdue, stalled, more = books.sweep(limit, worker)
+        forgotten = books.sweep_forgotten(limit)
+        books.close()
+        return Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
+
+    def purge(self, queue: str, states: Collection[State], limit: int, *, drop: bool) -> int:
+        books = self._books(queue)
+        if books is None:
+            return 0
+        done = 0
+        for state in (state for state in State if state in states and state is not State.RUNNING):
+            if done == limit:
+                break
+            jobs, _ = self.table.page(queue, state, None, limit - done)
+            for job in jobs:
+                kind = Kind.PURGED if job.state is State.WAITING else Kind.FORGOTTEN
+                books.put(job.id, job, lifecycle.Step(None, (kind,)))
+            done += len(jobs)
+        if State.RUNNING in states:
+            done += self._ask_to_cancel(books, limit - done)
+        books.close()
+        if drop and not done and not any(books.ledger.counts.get(state) for state in State):
+            self.table.drop(queue)
+        return done
+
+    def _ask_to_cancel(self, books: Books, limit: int) -> int:
+        asked, after = 0, None
+        while asked < limit:
+            jobs, after = self.table.page(books.queue, State.RUNNING, after, MAX_SWEEP)
+            for job in jobs:
+                if job.run is not None and not job.run.cancel_asked and asked < limit:
+                    step, _ = lifecycle.cancel(job, books.now)
+                    books.put(job.id, job, step)
+                    asked += 1
+            if after is None:
+                break
+        return asked
+
+    def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
+        now = self.clock.now_us()
+        known = {stats.worker: stats for stats in self.table.workers()}
+        for stats in known.values():
+            if stats.expires_at <= now:
+                self.table.write_worker(stats.worker, None)
+        before = known.get(worker)
+        evict = before is not None and before.evict_asked and before.expires_at > now
+        self.table.write_worker(worker, WorkerStats(worker, facts, now, now + 1000 * ttl_ms, evict))
+        return Orders(evict)
+
+    def evict(self, worker: str) -> bool:
+        now = self.clock.now_us()
+        for stats in self.table.workers():
+            if stats.worker == worker and stats.expires_at > now:
+                self.table.write_worker(worker, replace(stats, evict_asked=True))
+                return True
+        return False
+
+    def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> Repaired:
+        ledger = self.table.ledger(queue)
+        if ledger is None:
+            return Repaired([], 0, None)
+        books = Books(self.table, queue, ledger, self.clock.now_us())
+        start = None if cursor is None else decode_cursor(cursor, 0)
+        strays = self.table.check_indexes(queue) if start is None else []
+        if strays and not dry_run:
+            self.table.rebuild_indexes(queue)
+        found = self.table.inspect(queue, start, REPAIR_PAGE)
+        at_end = len(found) < REPAIR_PAGE
+        problems: list[Problem] = []
+        for record in found:
+            problem, mended = examine(queue, record, books.time)
+            if problem is not None:
+                problems.append(problem)
+                if not dry_run:
+                    books.mend(mended)
+        if not dry_run:
+            books.close()
+        problems += [Problem("index", queue, "", stray) for stray in strays]
+        if at_end:
+            problems += recount(self.table, queue, ledger, dry_run)
+        if problems and not dry_run:
+            ledger.time = books.time
+            self.table.write_ledger(queue)
+        return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
+
+
+def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
+    """Enqueue ids that nobody chose. They are new, so nothing is read first, and all become at once what the machine
+    would make of each. None if one has a wall time or no payload, or is there already: then nothing was done."""
+    if any(request.named or request.run_at is not None or request.work.payload is None for request in requests):
+        return None
+    now, newest = books.now, books.time.last_stamp
+    jobs: list[Job] = []
+    for request in requests:
+        stamp = books.time.stamp()
+        run_at = now + 1000 * (request.delay_ms or 0)
+        keep_until_at = now + 1000 * request.keep_ms if request.keep_ms else 0
+        jobs.append(Job(request.id, request.work, stamp, run_at, stamp, keep_until_at=keep_until_at))
+    if books.add(jobs):
+        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
+    books.time.last_stamp = newest
+    return None
+
+
+def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
+    records = books.load([request.id for request in requests])
+    replies: list[Enqueued] = []
+    for request in requests:
+        before = records[request.id]
+        step, reply = lifecycle.enqueue(before, request, books.time)
+        records[request.id] = books.put(request.id, before, step)
+        replies.append(reply)
+    return replies
+
+
+def _claim(books: Books, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
+    """Lease these jobs, up to the limit of a reply."""
+    claimed: list[Job] = []
+    size = 0
+    for job in due:
+        size += len(job.work.payload or b"")
+        if claimed and size > MAX_CALL_BYTES:
+            break
+        running = books.put(job.id, job, lifecycle.claim(job, worker, lease_ms, books.time))
+        assert running is not None
+        claimed.append(running)
+    books.close()
+    return claimed
+
+
+def _misplaced(job: Job, time: QueueTime) -> bool:
+    """Is a job that looks due not where it belongs?"""
+    if job.run is not None or job.outcome is not None:
+        return True
+    return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at

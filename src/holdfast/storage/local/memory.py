@@ -1,0 +1,300 @@
+"""Jobs in the memory of one process: a real storage, the tests' oracle, and what users' own tests run on.
+
+Indexes are sorted lists. `memory://name` is shared by everyone in the process who names it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
+
+from holdfast._core.clock import Clock, SystemClock
+from holdfast._core.events import Event
+from holdfast._core.jobs import PRIORITIES, About, Enqueued, Job, Request, State, WorkerStats
+from holdfast.errors import OptionError, StorageUnavailable
+from holdfast.storage import validation
+from holdfast.storage.local.base import LocalStorage
+from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.table import Change, Found, Key, Ledger, Place, count, index_of, view_of
+from holdfast.storage.validation import id_bytes
+
+T = TypeVar("T")
+
+
+class MemoryQueue:
+    """The records of one queue and the five indexes over them."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.records: dict[bytes, Job] = {}
+        self.indexes: dict[str, list[Place]] = {state: [] for state in State}
+
+    def place(self, key: bytes, job: Job) -> None:
+        index, at = index_of(job)
+        bisect.insort(self.indexes[index], (at, key))
+
+    def add(self, key: bytes, job: Job) -> None:
+        self.records[key] = job
+        self.place(key, job)
+        count(self.ledger, job.state, view_of(job), 1)
+
+    def displace(self, key: bytes, job: Job) -> None:
+        index, at = index_of(job)
+        entries = self.indexes[index]
+        place = bisect.bisect_left(entries, (at, key))
+        if place < len(entries) and entries[place] == (at, key):
+            del entries[place]
+
+    def displace_everywhere(self, key: bytes) -> None:
+        for entries in self.indexes.values():
+            entries[:] = [entry for entry in entries if entry[1] != key]
+
+    def entry(self, key: bytes, job: Job) -> tuple[str | None, Key]:
+        """Where a record stands: its own place, or none if it is not there."""
+        index, at = index_of(job)
+        entries = self.indexes[index]
+        place = bisect.bisect_left(entries, (at, key))
+        return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
+
+    def upto(self, state: State, now: int, limit: int) -> list[Job]:
+        """The first records of a time-ordered index that are due by now."""
+        entries = self.indexes[state]
+        end = bisect.bisect_left(entries, ((now + 1,), b""))
+        return [self.records[key] for _, key in entries[: min(end, limit)]]
+
+
+class MemoryTable:
+    """A `Table` of plain dicts and lists."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, MemoryQueue] = {}
+        self._workers: dict[str, WorkerStats] = {}
+        self._floor = 0
+        """The highest stamp of the queues that were dropped: none is given out twice."""
+        self.events: list[Event] = []
+        self.home: int | None = None
+        """The process that opened it first. What was forked from that has a copy, which nobody shares."""
+
+    def ledger(self, queue: str) -> Ledger | None:
+        found = self._queues.get(queue)
+        return None if found is None else found.ledger
+
+    def open(self, queue: str) -> Ledger:
+        if queue not in self._queues:
+            self._queues[queue] = MemoryQueue()
+            self._queues[queue].ledger.time.last_stamp = self._floor
+        return self._queues[queue].ledger
+
+    def queues(self) -> list[str]:
+        return list(self._queues)
+
+    def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
+        if queue not in self._queues:
+            return {}
+        records = self._queues[queue].records
+        return {id: job for id in ids if (job := records.get(id_bytes(id))) is not None}
+
+    def add(self, queue: str, jobs: Sequence[Job]) -> bool:
+        into = self._queues[queue]
+        new = {id_bytes(job.id): job for job in jobs}
+        if len(new) < len(jobs) or not into.records.keys().isdisjoint(new):
+            return False
+        for key, job in new.items():
+            into.add(key, job)
+        return True
+
+    def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        into = self._queues[queue]
+        for change in changes:
+            key = id_bytes(change.id)
+            if change.before is not None:
+                if change.before is change.after:
+                    into.displace_everywhere(key)
+                else:
+                    into.displace(key, change.before)
+                count(into.ledger, change.before.state, view_of(change.before), -1)
+            if change.after is not None:
+                into.add(key, change.after)
+            else:
+                del into.records[key]
+        self.events.extend(events)
+
+    def write_ledger(self, queue: str) -> None:
+        pass
+
+    def drop(self, queue: str) -> None:
+        self._floor = max(self._floor, self._queues.pop(queue).ledger.time.last_stamp)
+
+    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for low, high in self._spans(queue, now):
+            entries = self._queues[queue].indexes[State.WAITING][low : min(high, low + limit - len(found))]
+            found += [self._queues[queue].records[key] for _, key in entries]
+        return found
+
+    def heads(self, queue: str, now: int) -> list[Job]:
+        source = self._queues[queue]
+        entries = source.indexes[State.WAITING]
+        return [source.records[entries[low][1]] for low, high in self._spans(queue, now) if low < high]
+
+    def next_run_at(self, queue: str) -> int | None:
+        entries = self._queues[queue].indexes[State.WAITING]
+        firsts = (bisect.bisect_left(entries, ((-priority,), b"")) for priority in PRIORITIES)
+        return min((entries[first][0][1] for first in firsts if first < len(entries)), default=None)
+
+    def scheduled(self, queue: str, now: int) -> int:
+        due = sum(high - low for low, high in self._spans(queue, now))
+        return len(self._queues[queue].indexes[State.WAITING]) - due
+
+    def _spans(self, queue: str, now: int) -> list[tuple[int, int]]:
+        """Which part of each priority's stretch of the index is due, the highest priority first."""
+        entries = self._queues[queue].indexes[State.WAITING]
+        return [
+            (
+                bisect.bisect_left(entries, ((-priority,), b"")),
+                bisect.bisect_left(entries, ((-priority, now + 1), b"")),
+            )
+            for priority in reversed(PRIORITIES)
+        ]
+
+    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._queues[queue].upto(State.RUNNING, now, limit)
+
+    def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
+        source = self._queues[queue]
+        jobs = (source.records[key] for _, key in source.indexes[State.RUNNING])
+        return [job for job in jobs if job.worker == worker][:limit]
+
+    def past(self, queue: str, state: State, now: int) -> int:
+        return bisect.bisect_left(self._queues[queue].indexes[state], ((now + 1,), b""))
+
+    def next_sweep_at(self, queue: str) -> int | None:
+        entries = self._queues[queue].indexes[State.RUNNING]
+        return entries[0][0][0] if entries else None
+
+    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
+            found += self._queues[queue].upto(state, now, limit - len(found))
+        return found
+
+    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+        if queue not in self._queues:
+            return [], None
+        source = self._queues[queue]
+        entries = source.indexes[state]
+        start = 0 if after is None else bisect.bisect_right(entries, after)
+        chosen = entries[start : start + limit]
+        more = start + limit < len(entries)
+        return [source.records[key] for _, key in chosen], chosen[-1] if more else None
+
+    def workers(self) -> list[WorkerStats]:
+        return list(self._workers.values())
+
+    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+        if stats is None:
+            del self._workers[worker]
+        else:
+            self._workers[worker] = stats
+
+    def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
+        source = self._queues[queue]
+        keys = sorted(key for key in source.records if after is None or key > after[1])[:limit]
+        return [
+            Found(validation.clean_id(key), job, job.payload, *source.entry(key, job))
+            for key, job in ((key, source.records[key]) for key in keys)
+        ]
+
+    def tally(self, queue: str) -> dict[str, int]:
+        counted = Ledger()
+        for job in self._queues[queue].records.values():
+            count(counted, job.state, view_of(job), 1)
+        return counted.counts
+
+    def check_indexes(self, queue: str) -> list[str]:
+        source = self._queues[queue]
+        strays: list[str] = []
+        for index, entries in source.indexes.items():
+            for at, key in entries:
+                job = source.records.get(key)
+                if job is None:
+                    strays.append(f"{index} names {key!r:.80}, which has no record")
+                elif index_of(job) != (index, at):
+                    strays.append(f"{index} names {key!r:.80}, which belongs into {index_of(job)[0]}")
+        return strays
+
+    def rebuild_indexes(self, queue: str) -> None:
+        source = self._queues[queue]
+        source.indexes = {state: [] for state in State}
+        for key, job in source.records.items():
+            source.place(key, job)
+
+
+class MemoryStorage(LocalStorage):
+    """Jobs in this process's memory. Gone with the process. For any number of threads: a step holds the lock, and what
+    it has to tell is handed to the loops of those who listen."""
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        namespace: str = "hf",
+        clock: Clock | None = None,
+        max_payload: int = validation.MAX_PAYLOAD_BYTES,
+    ) -> None:
+        super().__init__(max_payload)
+        self.namespace = validation.check_namespace(namespace)
+        self.name = name
+        self.table = MemoryTable()
+        self._clock = clock or SystemClock()
+        self._engine = Engine(self.table, self._clock)
+        self._lock = threading.Lock()
+        self._opened = 0
+
+    def __repr__(self) -> str:
+        return f"<MemoryStorage memory://{self.name}>"
+
+    async def __aenter__(self) -> Self:
+        with self._lock:
+            home = self.table.home = self.table.home or os.getpid()
+            if home != os.getpid():
+                raise StorageUnavailable(
+                    f"{self!r} is in the memory of process {home}, which would not see what is done to its copy here:"
+                    " share a SQLite file between processes"
+                )
+            self._opened += 1
+            self._pid = home
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        with self._lock:
+            self._opened -= 1
+            if not self._opened:
+                self._pid = None
+
+    async def about(self) -> About:
+        keeps = "nothing survives the end of this process"
+        return About(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
+
+    def twin(self) -> Self:
+        """Everything is shared but whether it is open."""
+        twin = copy.copy(self)
+        twin._opened, twin._pid = 0, None
+        return twin
+
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        raise OptionError(
+            f"{self!r} has no transactions that a job could be part of: use a SQLite file, Redis or Valkey, or enqueue"
+        )
+
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        self._check_open()
+        with self._lock:
+            result = verb(self._engine)
+            events, self.table.events = self.table.events, []
+        self._hub.publish(events)
+        return result

@@ -1,0 +1,288 @@
+"""Jobs in one SQLite file, for any number of processes on one host: the embedded default.
+
+Writes and short reads share one lane (connection.py), reads that may be long have another. What happened is told to the
+other processes on the file by datagram (notify.py). The records are rows (table.py, schema.sql).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, closing
+from importlib import resources
+from pathlib import Path
+from typing import Self, TypeVar
+
+from holdfast._core.clock import Clock, SystemClock
+from holdfast._core.events import Event, Events, Topic
+from holdfast._core.jobs import About, Enqueued, Request
+from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.storage import validation
+from holdfast.storage.local.base import LocalStorage
+from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.sqlite import notify
+from holdfast.storage.local.sqlite.caller_transaction import guest
+from holdfast.storage.local.sqlite.connection import BUSY_S, Lane, as_holdfast_error, is_busy
+from holdfast.storage.local.sqlite.table import SqliteTable
+
+LAYOUT = 1
+"""The version of schema.sql. A file with a higher one is refused."""
+CACHE_KIB = 65_536
+SYNCHRONOUS = ("OFF", "NORMAL", "FULL", "EXTRA")
+KEEPS = {
+    "OFF": "everything acknowledged survives a kill; a power cut may damage the file",
+    "NORMAL": "everything acknowledged survives a kill; a power cut may cost the last commits",
+    "FULL": "everything acknowledged survives a kill, and a power cut if the disk keeps its word",
+}
+KEEPS["EXTRA"] = KEEPS["FULL"]
+
+T = TypeVar("T")
+log = logging.getLogger("holdfast.sqlite")
+
+
+class SqliteStorage(LocalStorage):
+    """Jobs in one SQLite file. With `synchronous` NORMAL it survives any kill, with FULL a power cut too."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        namespace: str = "hf",
+        synchronous: str = "NORMAL",
+        clock: Clock | None = None,
+        max_payload: int = validation.MAX_PAYLOAD_BYTES,
+    ) -> None:
+        super().__init__(max_payload)
+        self.path = Path(path).absolute()
+        self.namespace = validation.check_namespace(namespace)
+        self._clock = clock or SystemClock()
+        self._synchronous = synchronous.upper()
+        if self._synchronous not in SYNCHRONOUS:
+            raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
+        self._says_where = logging.INFO
+        self._ear: notify.Ear | notify.Poll | None = None
+        self._mouth = notify.Mouth()
+        self._heard: set[tuple[str, str]] = set()
+
+    def __repr__(self) -> str:
+        return f"<SqliteStorage {self.path}>"
+
+    async def about(self) -> About:
+        keeps = KEEPS[self._synchronous]
+        size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
+        facts = {
+            "release": sqlite3.sqlite_version,
+            "layout": str(LAYOUT),
+            "journal": "WAL",
+            "commits": f"synchronous={self._synchronous.lower()}",
+            "size": f"{size / 1e6:.1f} MB",
+        }
+        problem = await asyncio.to_thread(_quick_check, self.path)
+        warnings = [] if problem is None else [f"the file is damaged: {problem}. Restore it from a backup"]
+        return About(f"SQLite file {self.path}", self._clock.now_us(), keeps, facts, warnings)
+
+    def twin(self) -> SqliteStorage:
+        twin = SqliteStorage(
+            self.path,
+            namespace=self.namespace,
+            synchronous=self._synchronous,
+            clock=self._clock,
+            max_payload=self._max_payload,
+        )
+        twin._says_where = logging.DEBUG  # It was said once.
+        return twin
+
+    async def __aenter__(self) -> Self:
+        if self._pid is not None:
+            raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
+        waits_for_disk = self._synchronous in ("FULL", "EXTRA")
+        lanes: list[Lane] = []
+        try:
+            for told, waits in ((self._tell, waits_for_disk), (None, True)):
+                lanes.append(Lane(self.path, self._connect, told, waits_for_disk=waits))
+                await lanes[-1].open()
+        except BaseException:  # Cancelled, too: a thread must not be left behind.
+            for lane in lanes:
+                await asyncio.shield(lane.close())
+            raise
+        self._writer, self._reader = lanes
+        log.log(self._says_where, "jobs are in %s", self.path)
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        await asyncio.shield(self._close())
+
+    async def _close(self) -> None:
+        """Whoever is cancelled meanwhile leaves no thread behind: each is told to end before anything is waited for."""
+        ear, self._ear = self._ear, None
+        self._heard.clear()
+        try:
+            if isinstance(ear, notify.Ear):
+                address = ear.address
+                await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
+        finally:
+            if ear is not None:
+                ear.close()
+            self._writer.end()
+            self._reader.end()
+            await self._writer.close()
+            await self._reader.close()
+            self._mouth.close()
+
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        self._check_open()
+        return await self._writer.call(verb, writes=writes, items=items)
+
+    async def _look(self, verb: Callable[[Engine], T]) -> T:
+        self._check_open()
+        return await self._reader.call(verb, writes=False)
+
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        with guest(transaction, self.path) as db:
+            _refuse_newer_layout(db, self.path)
+            _make_layout(db)
+            table = SqliteTable(db, self.namespace, self._clock)
+            table.begin()
+            replies = Engine(table, self._clock).enqueue(queue, jobs)
+            table.flush()
+        return [*replies]
+
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
+        return _Listening(self, super()._subscribe(topics), topics)
+
+    async def listen(self, topics: Sequence[Topic]) -> None:
+        """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""
+        wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._heard
+        if self._ear is None:
+            self._ear = self._open_ear()
+        if isinstance(self._ear, notify.Ear) and wanted:
+            rows = [(self._ear.address, queue, only) for queue, only in wanted]
+            await self._writer.call(lambda _: self._writer.table.add_listeners(rows), writes=True)
+        self._heard |= wanted
+
+    def _open_ear(self) -> notify.Ear | notify.Poll:
+        try:
+            return notify.Ear(self.path, self._hear)
+        except (OSError, AttributeError) as error:
+            log.warning(
+                "no socket beside %s (%s): looking every %.0f ms instead", self.path, error, 1000 * notify.POLL_S
+            )
+            return notify.Poll(self.path, self._hub.poke)
+
+    def _hear(self, namespace: str, events: Sequence[Event]) -> None:
+        if namespace == self.namespace:
+            self._hub.publish(events)
+
+    def _tell(self, table: SqliteTable) -> None:
+        """After a commit, on the lane's thread: tell this process, and those that listen in others."""
+        self._hub.publish(table.events)
+        own = self._ear.address if isinstance(self._ear, notify.Ear) else None
+        for address, queue, only in table.listeners:
+            if address == own or address in table.gone:
+                continue
+            namespace, _, name = queue.partition("/")
+            topic = Topic(name, only)
+            wanted = [event for event in table.events if namespace == self.namespace and topic.covers(event)]
+            if wanted and not self._mouth.tell(address, namespace, wanted):
+                table.gone.add(address)
+
+    def _connect(self) -> tuple[sqlite3.Connection, SqliteTable, Engine]:
+        """Open the file, make or check its layout. Called on the thread that will own the connection."""
+        deadline = time.monotonic() + BUSY_S
+        while True:
+            try:
+                db = self._open()
+                table = SqliteTable(db, self.namespace, self._clock)
+                return db, table, Engine(table, self._clock)
+            except sqlite3.Error as error:
+                if not is_busy(error) or time.monotonic() > deadline:
+                    raise as_holdfast_error(error, self.path) from error
+                time.sleep(0.005)
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
+        )
+        try:
+            _refuse_newer_layout(db, self.path)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute(f"PRAGMA synchronous = {self._synchronous}")
+            db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            if _layout(db) is None:
+                db.execute("BEGIN IMMEDIATE")
+                _make_layout(db)
+                db.execute("COMMIT")
+            db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
+            db.execute("PRAGMA busy_timeout = 0")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+class _Listening:
+    """A subscription that other processes are asked to feed, too."""
+
+    def __init__(
+        self,
+        storage: SqliteStorage,
+        inner: AbstractAsyncContextManager[Events],
+        topics: Sequence[Topic],
+    ) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._topics = topics
+
+    async def __aenter__(self) -> Events:
+        events = await self._inner.__aenter__()
+        try:
+            await self._storage.listen(self._topics)
+        except BaseException:
+            await self._inner.__aexit__(None, None, None)
+            raise
+        return events
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.__aexit__(None, None, None)
+
+
+def _quick_check(path: Path) -> str | None:
+    """What SQLite finds wrong with the file, if anything."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+        try:
+            (told,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.Error as error:
+            return str(error)
+    return None if told == "ok" else str(told)
+
+
+def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:
+    layout = _layout(db)
+    if layout is not None and (not isinstance(layout, int) or layout > LAYOUT):
+        raise LayoutTooNew(
+            f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
+        )
+
+
+def _make_layout(db: sqlite3.Connection) -> None:
+    """In a transaction that was begun, statement by statement: `executescript` would commit what there is."""
+    if _layout(db) is None:
+        schema = resources.files("holdfast.storage.local.sqlite").joinpath("schema.sql").read_text()
+        for statement in re.sub(r"--[^\n]*", "", schema).split(";"):
+            db.execute(statement)
+        db.execute("INSERT OR IGNORE INTO holdfast_meta VALUES ('layout', ?)", (LAYOUT,))
+
+
+def _layout(db: sqlite3.Connection) -> object:
+    """The version in the file; None if there is none yet."""
+    if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'holdfast_meta'").fetchone():
+        return None
+    row = db.execute("SELECT value FROM holdfast_meta WHERE key = 'layout'").fetchone()
+    return None if row is None else row[0]

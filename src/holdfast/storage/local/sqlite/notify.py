@@ -1,0 +1,138 @@
+"""Hints between processes on one SQLite file: each process that listens has a datagram socket beside the file.
+
+Whoever commits sends what happened to the sockets registered for it. A datagram may be lost (a full buffer, a process
+just gone): it is a hint. Where there are no Unix sockets, `Poll` looks at the file's version instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import secrets
+import socket
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast._core.events import Event, Kind
+from holdfast.storage.validation import clean_id, id_bytes
+
+MAX_ADDRESS_BYTES = 100
+"""What a Unix socket's path may have on every system we know."""
+EVENTS_PER_DATAGRAM = 100
+POLL_S = 0.02
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[Kind, str, bytes, int, int]]]).decode
+
+
+class Ear:
+    """This process's socket, and the thread that reads it."""
+
+    def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
+        _clear_away(beside)
+        self._hear = hear
+        self._closing = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.address = _address(beside)
+        self._socket.bind(self.address)
+        os.chmod(self.address, 0o600)
+        self._thread = threading.Thread(target=self._listen, name="holdfast-ear", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            data = self._socket.recv(262_144)
+            if self._closing:
+                return
+            try:
+                namespace, events = _decode(data)
+                self._hear(namespace, [Event(k, queue, clean_id(id), g, at) for k, queue, id, g, at in events])
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # A newer release, or noise. It was only a hint.
+
+    def close(self) -> None:
+        self._closing = True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", self.address)
+        self._thread.join()
+        self._socket.close()
+        Path(self.address).unlink(missing_ok=True)
+
+
+class Mouth:
+    """What a process speaks through."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def tell(self, address: str, namespace: str, events: Sequence[Event]) -> bool:
+        """Send hints, without waiting. False if nobody has that address any more."""
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+        packed = [(e.kind, e.queue, id_bytes(e.id), e.generation, e.run_at) for e in events]
+        for start in range(0, len(packed), EVENTS_PER_DATAGRAM):
+            try:
+                self._socket.sendto(_encode((namespace, packed[start : start + EVENTS_PER_DATAGRAM])), address)
+            except (ConnectionRefusedError, FileNotFoundError):
+                Path(address).unlink(missing_ok=True)  # A killed process leaves its socket behind.
+                return False
+            except OSError:
+                break  # The listener's buffer is full: these hints are lost.
+        return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class Poll:
+    """The fallback: look whether the file has changed, and tell everyone to look."""
+
+    def __init__(self, path: Path, poke: Callable[[], None]) -> None:
+        self._path = path
+        self._poke = poke
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="holdfast-poll", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        with contextlib.closing(sqlite3.connect(self._path, timeout=1.0)) as db:
+            seen = None
+            while not self._stop.wait(POLL_S):
+                try:
+                    version = db.execute("PRAGMA data_version").fetchone()
+                except sqlite3.OperationalError:
+                    continue  # Busy: look again in a moment.
+                if version != seen:
+                    seen = version
+                    self._poke()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _clear_away(beside: Path) -> None:
+    """Remove the sockets of processes that were killed before anybody knew their address."""
+    for left in beside.parent.glob(f"{glob.escape(beside.name)}-ear-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(str(left))
+            except ConnectionRefusedError:
+                left.unlink(missing_ok=True)
+            except OSError:
+                continue  # It went away by itself, or is not ours to judge.
+
+
+def _address(beside: Path) -> str:
+    name = f"{beside.name}-ear-{secrets.token_hex(4)}"
+    near = beside.with_name(name)
+    return str(near) if len(os.fsencode(near)) <= MAX_ADDRESS_BYTES else str(Path(tempfile.gettempdir()) / name[-40:])

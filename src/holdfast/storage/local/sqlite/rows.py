@@ -1,0 +1,144 @@
+"""A record as a row of holdfast_jobs: the columns that indexes and counts need, and the rest as one blob."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast._core.jobs import At, Count, Job, Limit, Ms, Outcome, Run, State, Work
+from holdfast.storage.local.table import index_of, view_of
+from holdfast.storage.validation import clean_id
+
+Row = tuple[Any, ...]
+
+COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
+"""What `job_of` reads, in its order."""
+
+
+class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a row's columns leave out of a `Job`, in the order in which it is stored. Only ever add at the end."""
+
+    generation: At
+    wall_at: At
+    named: bool
+    attempts: Count
+    retries: Count
+    stalls: Count
+    timeouts: Count
+    error: bytes | None
+    run: Run | None
+    outcome: Outcome | None
+    previous: Outcome | None
+    keep_ms: Ms | None
+    keep_until_at: At
+    codec: str
+    timeout_ms: Ms | None
+    max_retries: Limit | None
+    max_stalls: Limit | None
+    max_timeouts: Limit | None
+    result_ttl_ms: Ms | None
+    dedup_ttl_ms: Ms | None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_rest = msgspec.msgpack.Decoder(_Rest).decode
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
+"""What decoding may raise, whatever is in a row."""
+
+
+def rest_of(job: Job) -> bytes:
+    work = job.work
+    return _encode(
+        (
+            job.generation,
+            job.wall_at,
+            job.named,
+            job.attempts,
+            job.retries,
+            job.stalls,
+            job.timeouts,
+            job.error,
+            job.run,
+            job.outcome,
+            job.previous,
+            job.keep_ms,
+            job.keep_until_at,
+            work.codec,
+            work.timeout_ms,
+            work.max_retries,
+            work.max_stalls,
+            work.max_timeouts,
+            work.result_ttl_ms,
+            work.dedup_ttl_ms,
+        )
+    )
+
+
+def job_of(row: Row) -> Job:
+    """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
+    id, _, _, priority, run_at, arrival, payload, packed = row[:8]
+    if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
+        raise msgspec.ValidationError("a payload and the rest of a record are blobs")
+    if not (type(priority) is type(run_at) is type(arrival) is int and 0 <= priority <= 9):
+        raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
+    rest = _decode_rest(packed)
+    work = Work(
+        payload,
+        rest.codec,
+        priority,
+        rest.timeout_ms,
+        rest.max_retries,
+        rest.max_stalls,
+        rest.max_timeouts,
+        rest.result_ttl_ms,
+        rest.dedup_ttl_ms,
+    )
+    return Job(
+        clean_id(id),
+        work,
+        rest.generation,
+        run_at,
+        arrival,
+        rest.wall_at,
+        rest.named,
+        rest.attempts,
+        rest.retries,
+        rest.stalls,
+        rest.timeouts,
+        rest.error,
+        rest.run,
+        rest.outcome,
+        rest.previous,
+        rest.keep_ms,
+        rest.keep_until_at,
+    )
+
+
+def place_of(job: Job) -> Row:
+    """The columns that say where a record belongs: state, view, priority, run_at, arrival, until_at, worker."""
+    state, key = index_of(job)
+    until_at = None if state is State.WAITING else key[0]
+    return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
+
+
+# What is bound to a statement. Python's module takes text, numbers and bytearrays as they are, but looks for an adapter
+# for every bytes and None that it meets, which takes longer than all the rest: so there are few of them here.
+
+
+def blob_of(id: str) -> bytearray:
+    return bytearray(id, "utf-8", "surrogateescape")
+
+
+def new_row(job: Job) -> Row:
+    """A new record, which waits: id, priority, run_at, arrival, payload, rest."""
+    work = job.work
+    payload = None if work.payload is None else bytearray(work.payload)
+    return blob_of(job.id), work.priority, job.run_at, job.arrival, payload, bytearray(rest_of(job))
+
+
+def changed_row(job: Job) -> Row:
+    """What `place_of` says, with empty text for no view and no worker; and the rest."""
+    state, view, priority, run_at, arrival, until_at, worker = place_of(job)
+    return state, view or "", priority, run_at, arrival, until_at, worker or "", bytearray(rest_of(job))

@@ -1,0 +1,445 @@
+"""The `Table` of a SQLite connection: every statement that touches jobs is here. Rows are made in rows.py.
+
+It neither begins nor commits: whoever owns the connection does. Ledgers are read once and written with the step;
+they are kept from one transaction to the next for as long as no other connection has written to the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+from holdfast._core import lifecycle
+from holdfast._core.clock import Clock, QueueTime
+from holdfast._core.events import Event, Kind
+from holdfast._core.jobs import LIVE, PRIORITIES, Job, State, WorkerStats
+from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
+from holdfast.storage.local.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of
+from holdfast.storage.validation import clean_id, id_bytes
+
+T = TypeVar("T")
+
+ROWS_A_STATEMENT = 50
+"""Rows that are inserted or deleted by one statement: one for each costs half as much again."""
+
+
+@functools.cache
+def _insert(rows: int) -> str:
+    """New records always wait, so most of a row need not be bound."""
+    row = "(?1, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
+    return (
+        "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
+        f" VALUES {', '.join([row] * rows)}"
+    )
+
+
+@functools.cache
+def _delete(rows: int) -> str:
+    return f"DELETE FROM holdfast_jobs WHERE queue = ? AND id IN ({', '.join('?' * rows)})"
+
+
+_UPDATE = (
+    "UPDATE holdfast_jobs SET state = ?, view = nullif(?, ''), priority = ?, run_at = ?, arrival = ?, until_at = ?,"
+    " worker = nullif(?, ''), rest = ?{payload} WHERE queue = ? AND id = ?"
+)
+"""Empty text is no view, and no worker: see `changed_row`."""
+_UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
+_UPDATE_MOST = _UPDATE.format(payload="")
+
+_DUE = (
+    " UNION ALL ".join(
+        f"SELECT * FROM (SELECT {COLUMNS} FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at <= ?2"
+        " ORDER BY run_at, arrival LIMIT ?3)"
+        for priority in reversed(PRIORITIES)
+    )
+    + " LIMIT ?4"
+)
+"""What is due, the highest priority first: ten looks into the index, each cut off at the limit."""
+
+_NEXT_RUN_AT = "SELECT min(run_at) FROM ({})".format(
+    " UNION ALL ".join(
+        "SELECT * FROM (SELECT run_at FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} ORDER BY run_at LIMIT 1)"
+        for priority in PRIORITIES
+    )
+)
+_SCHEDULED = "SELECT sum(n) FROM ({})".format(
+    " UNION ALL ".join(
+        "SELECT count(*) AS n FROM holdfast_jobs"
+        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at > ?2"
+        for priority in PRIORITIES
+    )
+)
+_PAGE_UNTIL = (
+    f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
+    " AND (until_at, id) > (?, ?) ORDER BY until_at, id LIMIT ?"
+)
+_PAGE_WAITING = (
+    f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND until_at IS NULL"
+    " AND priority = ? AND (run_at, arrival) > (?, ?) ORDER BY run_at, arrival LIMIT ?"
+)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_ledger = msgspec.msgpack.Decoder(Ledger).decode
+_decode_worker = msgspec.msgpack.Decoder(WorkerStats).decode
+
+
+class SqliteTable:
+    """The jobs of one namespace in one file, through one connection."""
+
+    def __init__(self, connection: sqlite3.Connection, namespace: str, clock: Clock) -> None:
+        self._db = connection
+        self._namespace = namespace
+        self._clock = clock
+        self._numbers: dict[str, int] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        self._dirty: set[str] = set()
+        self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
+        self._data_version = -1
+        self.events: list[Event] = []
+        """What has happened in this transaction."""
+        self.payload_bytes = 0
+        """How much of payloads it has written."""
+        self.listeners: list[tuple[str, str, Literal["ready", "ends", "all", "wake"]]] = []
+        """Who wants to be told, in all processes: address, namespace/queue, topic."""
+        self.gone: set[str] = set()
+        """Addresses that nobody has any more; struck off with the next write."""
+
+    def begin(self) -> None:
+        """Call first in a transaction: drop what other connections may have changed since the last one."""
+        self._damaged.clear()
+        self.events = []
+        self.payload_bytes = 0
+        (version,) = self._db.execute("PRAGMA data_version").fetchone()
+        if version != self._data_version:
+            self.forget_cache()
+            self._data_version = version
+            self.listeners = self._db.execute("SELECT address, queue, topic FROM holdfast_listeners").fetchall()
+
+    def flush(self) -> None:
+        """Call last in a transaction: write the ledgers that have changed."""
+        if self.gone and self._dirty:
+            for address in self.gone:
+                self.remove_listener(address)
+            self.listeners = [listener for listener in self.listeners if listener[0] not in self.gone]
+            self.gone.clear()
+        for queue in self._dirty:
+            row = (_encode(self._ledgers[queue]), self._numbers[queue])
+            self._db.execute("UPDATE holdfast_queues SET ledger = ? WHERE queue = ?", row)
+        self._dirty.clear()
+
+    def forget_cache(self) -> None:
+        """Call after a rollback: what was read or changed then may never have been."""
+        self._numbers.clear()
+        self._ledgers.clear()
+        self._dirty.clear()
+        self._data_version = -1
+
+    def ledger(self, queue: str) -> Ledger | None:
+        ledger = self._ledgers.get(queue)
+        if ledger is None:
+            row = self._db.execute(
+                "SELECT queue, ledger FROM holdfast_queues WHERE namespace = ? AND name = ?", (self._namespace, queue)
+            ).fetchone()
+            if row is None:
+                return None
+            self._numbers[queue] = row[0]
+            try:
+                ledger = _decode_ledger(row[1])
+            except UNREADABLE:
+                ledger = self._rebuilt_ledger(queue)
+            self._ledgers[queue] = ledger
+        return ledger
+
+    def _rebuilt_ledger(self, queue: str) -> Ledger:
+        """A ledger that cannot be read is made anew from all the records. The audit reports it until it is repaired."""
+        number = self._numbers[queue]
+        rows = self._db.execute(f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
+        stamps = (newest_stamp(job) for job in self._read(queue, rows))
+        newest = max(max(stamps, default=0), self._clock.now_us())
+        counts = self.tally(queue)
+        live = counts.get(State.WAITING, 0) + counts.get(State.RUNNING, 0)
+        time = QueueTime(last_at=newest, last_stamp=newest)
+        return Ledger(time, counts, {Kind.ENQUEUED: live}, rebuilt=True)
+
+    def open(self, queue: str) -> Ledger:
+        ledger = self.ledger(queue)
+        if ledger is None:
+            ledger = self._ledgers[queue] = Ledger()
+            ledger.time.last_stamp = self._floor()
+            cursor = self._db.execute(
+                "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
+                (self._namespace, queue, _encode(ledger)),
+            )
+            assert cursor.lastrowid is not None
+            self._numbers[queue] = cursor.lastrowid
+        return ledger
+
+    def _floor(self) -> int:
+        """The highest stamp of the queues that were dropped: none is given out twice."""
+        row = self._db.execute("SELECT value FROM holdfast_meta WHERE key = 'floor'").fetchone()
+        return 0 if row is None else int(row[0])
+
+    def queues(self) -> list[str]:
+        rows = self._db.execute("SELECT name FROM holdfast_queues WHERE namespace = ?", (self._namespace,))
+        return [name for (name,) in rows]
+
+    def drop(self, queue: str) -> None:
+        floor = max(self._floor(), self._ledgers.pop(queue).time.last_stamp)
+        self._db.execute("INSERT OR REPLACE INTO holdfast_meta VALUES ('floor', ?)", (floor,))
+        self._db.execute("DELETE FROM holdfast_queues WHERE queue = ?", (self._numbers.pop(queue),))
+        self._dirty.discard(queue)
+
+    def write_ledger(self, queue: str) -> None:
+        self._dirty.add(queue)
+
+    def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
+        if self.ledger(queue) is None:
+            return {}
+        keys = list(map(blob_of, ids))
+        marks = ",".join("?" * len(keys))
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
+        )
+        return {job.id: job for job in self._read(queue, rows)}
+
+    def _read(self, queue: str, rows: Iterable[Row]) -> list[Job]:
+        jobs: list[Job] = []
+        for row in rows:
+            try:
+                jobs.append(job_of(row))
+            except UNREADABLE:
+                self._damaged[self._numbers[queue], row[0]] = (row[1], row[2])
+                jobs.append(lifecycle.damaged(clean_id(row[0]), _bytes(row[6]), self._clock.now_us()))
+        return jobs
+
+    def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        number, ledger = self._numbers[queue], self._ledgers[queue]
+        inserts: list[Job] = []
+        updates: list[Row] = []
+        updates_all: list[Row] = []
+        deletes: list[str] = []
+        for change in changes:
+            before, after = change.before, change.after
+            if before is not None:
+                self._count_out(queue, before)
+            if after is None:
+                deletes.append(change.id)
+                continue
+            if before is None:
+                inserts.append(after)
+                continue
+            count(ledger, after.state, view_of(after), 1)
+            payload = after.work.payload
+            if before.work is after.work and before is not after:
+                updates.append((*changed_row(after), number, blob_of(after.id)))
+            else:
+                updates_all.append((*changed_row(after), payload and bytearray(payload), number, blob_of(after.id)))
+                self.payload_bytes += len(payload or b"")
+        self._delete(queue, deletes)
+        for statement, rows in ((_UPDATE_MOST, updates), (_UPDATE_ALL, updates_all)):
+            if rows:
+                self._db.executemany(statement, rows)
+        for part in _parts(inserts):
+            self._insert(queue, part)
+        self._count_new(queue, inserts)
+        self._dirty.add(queue)
+        self.events.extend(events)
+
+    def add(self, queue: str, jobs: Sequence[Job]) -> bool:
+        added = 0
+        try:
+            for part in _parts(jobs):
+                self._insert(queue, part)
+                added += len(part)
+        except sqlite3.IntegrityError:
+            self._delete(queue, [job.id for job in jobs[:added]])
+            return False
+        self._count_new(queue, jobs)
+        return True
+
+    def _delete(self, queue: str, ids: Sequence[str]) -> None:
+        for part in _parts(ids):
+            self._db.execute(_delete(len(part)), (self._numbers[queue], *map(blob_of, part)))
+
+    def _insert(self, queue: str, jobs: Sequence[Job]) -> None:
+        values: list[object] = [self._numbers[queue]]
+        for job in jobs:
+            values += new_row(job)
+        self._db.execute(_insert(len(jobs)), values)
+
+    def _count_new(self, queue: str, jobs: Sequence[Job]) -> None:
+        count(self._ledgers[queue], State.WAITING, None, len(jobs))
+        self.payload_bytes += sum(len(job.work.payload or b"") for job in jobs)
+
+    def _count_out(self, queue: str, job: Job) -> None:
+        """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
+        ledger = self._ledgers[queue]
+        damaged = self._damaged.pop((self._numbers[queue], id_bytes(job.id)), None) if self._damaged else None
+        state, view = damaged or (job.state, view_of(job))
+        count(ledger, state, view, -1)
+        if damaged is not None:
+            ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
+            if state in LIVE:
+                ledger.totals[Kind.FAILED] = ledger.totals.get(Kind.FAILED, 0) + 1
+
+    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
+
+    def heads(self, queue: str, now: int) -> list[Job]:
+        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, 1, len(PRIORITIES))))
+
+    def next_run_at(self, queue: str) -> int | None:
+        found: int | None = self._db.execute(_NEXT_RUN_AT, (self._numbers[queue],)).fetchone()[0]
+        return found
+
+    def scheduled(self, queue: str, now: int) -> int:
+        found: int = self._db.execute(_SCHEDULED, (self._numbers[queue], now)).fetchone()[0]
+        return found
+
+    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
+        return self._upto(queue, State.RUNNING, now, limit)
+
+    def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
+            " AND worker = ? ORDER BY until_at, id LIMIT ?",
+            (self._numbers[queue], worker, limit),
+        )
+        return self._read(queue, rows)
+
+    def past(self, queue: str, state: State, now: int) -> int:
+        found: int = self._db.execute(
+            "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?",
+            (self._numbers[queue], state, now),
+        ).fetchone()[0]
+        return found
+
+    def next_sweep_at(self, queue: str) -> int | None:
+        found: int | None = self._db.execute(
+            "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL",
+            (self._numbers[queue],),
+        ).fetchone()[0]
+        return found
+
+    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
+        found: list[Job] = []
+        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
+            if len(found) < limit:
+                found += self._upto(queue, state, now, limit - len(found))
+        return found
+
+    def _upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+        rows = self._db.execute(
+            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+            " ORDER BY until_at, id LIMIT ?",
+            (self._numbers[queue], state, now, limit),
+        )
+        return self._read(queue, rows)
+
+    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+        if self.ledger(queue) is None:
+            return [], None
+        number = self._numbers[queue]
+        key, id = ((), b"") if after is None else after
+        if state is State.WAITING:
+            rows = self._page_waiting(number, key, limit + 1)
+        else:
+            until_at = key[0] if key else -1
+            rows = self._db.execute(_PAGE_UNTIL, (number, state, until_at, id, limit + 1)).fetchall()
+        jobs = self._read(queue, rows[:limit])
+        if len(rows) <= limit:
+            return jobs, None
+        last = rows[limit - 1]
+        return jobs, (_key(state, last), last[0])
+
+    def _page_waiting(self, number: int, key: Key, limit: int) -> list[Row]:
+        rows: list[Row] = []
+        first, run_at, arrival = (-key[0], key[1], key[2]) if key else (PRIORITIES[-1], -1, -1)
+        for priority in range(first, -1, -1):
+            if len(rows) < limit:
+                wanted = (number, priority, run_at, arrival, limit - len(rows))
+                rows += self._db.execute(_PAGE_WAITING, wanted).fetchall()
+            run_at = arrival = -1
+        return rows
+
+    def workers(self) -> list[WorkerStats]:
+        rows = self._db.execute("SELECT worker, stats FROM holdfast_workers WHERE namespace = ?", (self._namespace,))
+        return [_worker_of(worker, stats) for worker, stats in rows]
+
+    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+        if stats is None:
+            self._db.execute(
+                "DELETE FROM holdfast_workers WHERE namespace = ? AND worker = ?", (self._namespace, worker)
+            )
+        else:
+            self._db.execute(
+                "INSERT OR REPLACE INTO holdfast_workers VALUES (?, ?, ?)", (self._namespace, worker, _encode(stats))
+            )
+
+    def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
+        rows = self._db.execute(
+            f"SELECT {COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",
+            (self._numbers[queue], b"" if after is None else after[1], limit),
+        )
+        return [self._found(queue, row) for row in rows]
+
+    def _found(self, queue: str, row: Row) -> Found:
+        (job,) = self._read(queue, [row])
+        if (self._numbers[queue], row[0]) in self._damaged:
+            return Found(job.id, None, job.payload, row[1], ())
+        place = (*row[1:6], *row[8:10])
+        return Found(job.id, job, job.payload, row[1], index_of(job)[1] if place == place_of(job) else place)
+
+    def tally(self, queue: str) -> dict[str, int]:
+        counted = Ledger()
+        for state, view, n in self._db.execute(
+            "SELECT state, view, count(*) FROM holdfast_jobs WHERE queue = ? GROUP BY state, view",
+            (self._numbers[queue],),
+        ):
+            count(counted, state, view, n)
+        return counted.counts
+
+    def check_indexes(self, queue: str) -> list[str]:
+        rows = self._db.execute("PRAGMA integrity_check(holdfast_jobs)").fetchall()
+        return [text for (text,) in rows if text != "ok"]
+
+    def rebuild_indexes(self, queue: str) -> None:
+        self._db.execute("REINDEX holdfast_jobs")
+
+    def add_listeners(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """Add some, and strike off those who were killed: nobody may ever have something to tell them again."""
+        for address in {address for address, *_ in self.listeners if not os.path.exists(address)}:
+            self.remove_listener(address)
+        self._db.executemany("INSERT OR IGNORE INTO holdfast_listeners VALUES (?, ?, ?)", rows)
+
+    def remove_listener(self, address: str) -> None:
+        self._db.execute("DELETE FROM holdfast_listeners WHERE address = ?", (address,))
+
+
+def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(rows), ROWS_A_STATEMENT):
+        yield rows[start : start + ROWS_A_STATEMENT]
+
+
+def _worker_of(worker: str, stats: bytes) -> WorkerStats:
+    """What a worker announced; if that cannot be read, a worker whose time is up."""
+    try:
+        return _decode_worker(stats)
+    except UNREADABLE:
+        return WorkerStats(worker, {}, 0, 0, False)
+
+
+def _bytes(value: object) -> bytes | None:
+    return value if isinstance(value, bytes) else None
+
+
+def _key(state: State, row: Row) -> Key:
+    return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)

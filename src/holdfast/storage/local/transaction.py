@@ -1,0 +1,105 @@
+"""One queue's records during one atomic step: read once, changed by the machine, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast._core import lifecycle
+from holdfast._core.events import ENDS, Event, Kind
+from holdfast._core.jobs import Job, State
+from holdfast.storage.local.table import Change, Ledger, Table
+
+
+class Books:
+    """One queue's records during one step: read once, changed by the machine, written once."""
+
+    def __init__(self, table: Table, queue: str, ledger: Ledger, wall: int) -> None:
+        self.table = table
+        self.queue = queue
+        self.ledger = ledger
+        self.time = msgspec.structs.replace(ledger.time)
+        self.now = self.time.tick(wall)
+        self._changes: dict[str, Change] = {}
+        self._events: list[Event] = []
+
+    def load(self, ids: Sequence[str]) -> dict[str, Job | None]:
+        """The records as this step has left them so far."""
+        loaded = self.table.load(self.queue, ids)
+        records: dict[str, Job | None] = {id: loaded.get(id) for id in ids}
+        records.update({id: change.after for id, change in self._changes.items() if id in records})
+        return records
+
+    def put(self, id: str, before: Job | None, step: lifecycle.Step) -> Job | None:
+        """Note what a step did to a record, and return the record."""
+        after = step.job
+        if after is not before:
+            if after is not None and after.previous is not None:
+                after = lifecycle.tidy(after, self.now)
+            change = self._changes.get(id)
+            if change is None:
+                self._changes[id] = Change(id, before, after)
+            else:
+                change.after = after
+        for kind in step.kinds:
+            ended = kind in ENDS and before is not None
+            generation = before.generation if ended and before else after.generation if after else 0
+            self.note(kind, id, generation, 0 if after is None else after.run_at)
+        return after
+
+    def add(self, jobs: Sequence[Job]) -> bool:
+        """Write new jobs at once, without having read what there is. False if that would have made a difference."""
+        if not self.table.add(self.queue, jobs):
+            return False
+        for job in jobs:
+            self.note(Kind.ENQUEUED, job.id, job.generation, job.run_at)
+        return True
+
+    def note(self, kind: Kind, id: str, generation: int = 0, run_at: int = 0) -> None:
+        totals = self.ledger.totals
+        totals[kind] = totals.get(kind, 0) + 1
+        self._events.append(Event(kind, self.queue, id, generation, run_at))
+
+    def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str], bool]:
+        """Mark or take back expired leases: those now overdue, those taken back, and whether there may be more."""
+        overdue: list[str] = []
+        stalled: list[str] = []
+        if not self.ledger.counts.get(State.RUNNING):
+            return overdue, stalled, False
+        if worker is None:
+            jobs = self.table.expired(self.queue, self.now, limit)
+        else:
+            jobs = self.table.held_by(self.queue, worker, limit)
+        for job in jobs:
+            if job.run is None:
+                self.mend(job)
+                continue
+            step = lifecycle.expire(job, self.time) if worker is None else lifecycle.take_back(job, self.time)
+            self.put(job.id, job, step)
+            (stalled if step.kinds else overdue).append(job.id)
+        return overdue, stalled, len(jobs) == limit
+
+    def sweep_forgotten(self, limit: int) -> int:
+        counts = self.ledger.counts
+        if not (counts.get(State.COMPLETED) or counts.get(State.FAILED) or counts.get(State.CANCELLED)):
+            return 0
+        jobs = self.table.forgettable(self.queue, self.now, limit)
+        for job in jobs:
+            self.put(job.id, job, lifecycle.Step(None, (Kind.FORGOTTEN,)))
+        return len(jobs)
+
+    def mend(self, job: Job) -> None:
+        """Write a record anew, into the index that its state names. A damaged one reads as failed: whichever verb
+        meets it among the live moves it aside like this."""
+        self._changes[job.id] = Change(job.id, job, job)
+
+    def close(self) -> None:
+        """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless
+        it was the first to see the clock step back."""
+        if self._changes or self._events:
+            self.ledger.time = self.time
+            self.table.write(self.queue, list(self._changes.values()), self._events)
+        elif self.time.skew != self.ledger.time.skew:
+            self.ledger.time = self.time
+            self.table.write_ledger(self.queue)

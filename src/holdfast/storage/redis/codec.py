@@ -1,0 +1,308 @@
+"""Records as queue.lua keeps them, and what is said to it: the format is at the head of that file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from holdfast._core.events import Event, Kind
+from holdfast._core.jobs import (
+    Codec,
+    Complete,
+    Fail,
+    Job,
+    Limit,
+    Ms,
+    Next,
+    Outcome,
+    Placed,
+    Release,
+    Request,
+    Retry,
+    Run,
+    Settlement,
+    State,
+    Update,
+    Value,
+    Work,
+)
+from holdfast.storage.validation import clean_id, id_bytes
+
+STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
+PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
+KINDS = tuple(Kind)
+"""queue.lua counts all three of these from 1."""
+RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
+COUNTS = ("retries", "stalls", "timeouts")
+NOW, DELAY, WALL_TIME = range(3)
+
+MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16
+OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
+PLAIN = MARK | NAMED | PAYLOAD
+"""What most records have: an id that somebody chose or not, a payload, and nothing else."""
+
+_HEAD = struct.Struct(">BBQQ")
+_LONG = struct.Struct("<QQIIIIQQIII")
+_OUTCOME = struct.Struct("<BQQQQBII")
+_RUN = struct.Struct("<BQIQH")
+_NEXT = struct.Struct("<QQQQBBBBH")
+_SIZE = struct.Struct("<I")
+_SHORT = struct.Struct("<H")
+_TTL = struct.Struct("<Q")
+_REQUEST = struct.Struct("<8BQQ")
+_SETTLEMENT = struct.Struct("<BQQQBB")
+_FOLLOW_UP = struct.Struct("<BH")
+_EVENT = struct.Struct("<BQQII")
+_ARRIVAL = struct.Struct(">Q")
+ENQUEUED = struct.Struct("<BBQ")
+FENCE = struct.Struct("<Q")
+
+
+class _Terms(Value, frozen=True):
+    """The options of a `Work` that only clients read."""
+
+    codec: Codec
+    timeout_ms: Ms | None
+    max_retries: Limit | None
+    max_stalls: Limit | None
+    max_timeouts: Limit | None
+    dedup_ttl_ms: Ms | None
+
+
+_encode_terms = msgspec.msgpack.Encoder().encode
+_decode_terms = msgspec.msgpack.Decoder(_Terms).decode
+
+LAST = 2**53 - 1
+"""No time is later: as much as a double holds exactly."""
+
+UNREADABLE = (struct.error, IndexError, ValueError, TypeError, msgspec.DecodeError)
+"""What decoding may raise, whatever is in a record."""
+
+
+class Garbled(ValueError):
+    """The bytes are no record."""
+
+
+@lru_cache(maxsize=256)
+def _terms(codec: str, numbers: tuple[int | None, ...], result_ttl_ms: int | None) -> bytes:
+    if codec == "json" and result_ttl_ms is None and not any(number is not None for number in numbers):
+        return b""
+    return _TTL.pack(0 if result_ttl_ms is None else result_ttl_ms + 1) + _encode_terms((codec, *numbers))
+
+
+def terms_of(work: Work) -> bytes:
+    numbers = (work.timeout_ms, work.max_retries, work.max_stalls, work.max_timeouts, work.dedup_ttl_ms)
+    return _terms(work.codec, numbers, work.result_ttl_ms)
+
+
+def _work_of(payload: bytes | None, priority: int, terms: bytes) -> Work:
+    if not terms:
+        return Work(payload, priority=priority)
+    (ttl,) = _TTL.unpack_from(terms)
+    rest = _decode_terms(terms[_TTL.size :])
+    return Work(
+        payload,
+        rest.codec,
+        priority,
+        rest.timeout_ms,
+        rest.max_retries,
+        rest.max_stalls,
+        rest.max_timeouts,
+        ttl - 1 if ttl else None,
+        rest.dedup_ttl_ms,
+    )
+
+
+def decode_job(id: bytes, raw: bytes, run: Run | None) -> Job:
+    """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
+    flags, priority, generation, run_at = _HEAD.unpack_from(raw)
+    if flags & 224 != MARK or priority > 9:
+        raise Garbled("no mark of a record")
+    at = _HEAD.size
+    if flags | NAMED == PLAIN and generation <= LAST and run_at <= LAST:
+        work = Work(raw[at:], priority=priority)
+        return Job(clean_id(id), work, generation, run_at, generation, 0, flags == PLAIN, int(run is not None), run=run)
+    arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = generation, 0, 0, 0, 0, 0, 0, 0
+    error: bytes | None = None
+    previous: Outcome | None = None
+    if flags & LONG:
+        (
+            *(arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at),
+            error_size,
+            previous_size,
+            waiters_size,
+        ) = _LONG.unpack_from(raw, at)
+        at += _LONG.size
+        error, at = _bytes(raw, at, error_size)
+        if previous_size:
+            previous = decode_outcome(raw[at : at + previous_size])
+        at += previous_size + waiters_size
+    outcome: Outcome | None = None
+    if flags & FINISHED:
+        (size,) = _SIZE.unpack_from(raw, at)
+        at += _SIZE.size
+        outcome = decode_outcome(raw[at : at + size])
+        at += size
+    terms = b""
+    if flags & TERMS:
+        (size,) = _SHORT.unpack_from(raw, at)
+        at += _SHORT.size
+        terms = raw[at : at + size]
+        at += size
+    if at > len(raw):
+        raise Garbled("shorter than it says")
+    _check_times(generation, run_at, arrival, wall_at, keep, keep_until_at)
+    payload = raw[at:] if flags & PAYLOAD else None
+    return Job(
+        clean_id(id),
+        _work_of(payload, priority, terms),
+        generation,
+        run_at,
+        arrival,
+        wall_at,
+        bool(flags & NAMED),
+        attempts + (run is not None),
+        retries,
+        stalls,
+        timeouts,
+        error,
+        run,
+        outcome,
+        previous,
+        keep - 1 if keep else None,
+        keep_until_at,
+    )
+
+
+def _check_times(*times: int) -> None:
+    if max(times) > LAST:
+        raise Garbled("a time that no clock shows")
+
+
+def _bytes(raw: bytes, at: int, size: int) -> tuple[bytes | None, int]:
+    """Bytes whose size is kept plus one, 0 for none, and where they end."""
+    return (raw[at : at + size - 1], at + size - 1) if size else (None, at)
+
+
+def decode_outcome(packed: bytes) -> Outcome:
+    numbers: tuple[int, ...] = _OUTCOME.unpack_from(packed)
+    state, generation, ended_at, forget_at, dedup_at, codec_size, result_size, error_size = numbers
+    at = _OUTCOME.size + codec_size
+    codec = packed[_OUTCOME.size : at].decode()
+    result, at = _bytes(packed, at, result_size)
+    error, at = _bytes(packed, at, error_size)
+    known = STATES[state]
+    if at != len(packed) or known is None or known.live:
+        raise Garbled("no outcome")
+    _check_times(generation, ended_at, forget_at, dedup_at)
+    return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
+
+
+def decode_run(packed: bytes) -> Run:
+    flags, fence, lease_ms, until_at, size = _RUN.unpack_from(packed)
+    at = _RUN.size + size
+    worker = packed[_RUN.size : at].decode()
+    _check_times(fence, until_at)
+    if at > len(packed):
+        raise Garbled("shorter than it says")
+    progress: bytes | None = None
+    if flags & PROGRESS:
+        (size,) = _SIZE.unpack_from(packed, at)
+        at += _SIZE.size
+        progress = packed[at : at + size]
+        at += size
+    following = _decode_next(packed, at) if flags & NEXT else None
+    return Run(
+        worker, fence, lease_ms, until_at, bool(flags & OVERDUE), bool(flags & CANCEL_ASKED), following, progress
+    )
+
+
+def _decode_next(packed: bytes, at: int) -> Next:
+    numbers: tuple[int, ...] = _NEXT.unpack_from(packed, at)
+    generation, run_at, arrival, wall_at, takes_payload, rule, resets, priority, size = numbers
+    at += _NEXT.size
+    _check_times(generation, run_at, arrival, wall_at)
+    if at + size > len(packed) or priority > 9:
+        raise Garbled("shorter than it says")
+    work = _work_of(packed[at + size :], priority, packed[at : at + size])
+    return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload), RULES[rule], bool(resets))
+
+
+def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
+    """One request for `enqueue`: id, head, terms, payload."""
+    work, update = request.work, request.update
+    if request.run_at is not None:
+        when, at = WALL_TIME, request.run_at
+    elif request.delay_ms:
+        when, at = DELAY, request.delay_ms
+    else:
+        when, at = NOW, 0
+    updates, payload, rule, resets = _update(update)
+    head = _REQUEST.pack(
+        *(work.priority, work.payload is not None, request.named, updates, payload, rule, resets, when),
+        *(at, request.keep_ms),
+    )
+    return id_bytes(request.id), head, terms_of(work), work.payload or b""
+
+
+def _update(update: Update | None) -> tuple[int, int, int, int]:
+    if update is None:
+        return 0, 0, 0, 0
+    # True and False equal 1 and 0: a rule is looked up by what it is, not only by what it equals.
+    rule = int(update.run_at) if isinstance(update.run_at, bool) else RULES.index(update.run_at)
+    return 1, update.payload, rule, update.resets_counts
+
+
+def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:
+    """One settlement for `settle`: id, head, body, and what is special to its kind."""
+    body: bytes | None = None
+    extra = b""
+    match item:
+        case Complete():
+            body, extra = item.result, item.codec.encode()
+            numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)
+        case Fail():
+            body = item.error
+            if item.follow_up is not None:
+                extra = _follow_up(item.follow_up)
+            numbers = (2, item.fence, item.failure_ttl_ms, 0, True, 0)
+        case Retry():
+            body = item.error
+            counts = 1 + COUNTS.index(item.counts)
+            numbers = (3, item.fence, item.delay_ms, item.run_at or 0, body is not None, counts)
+        case Release():
+            numbers = (4, item.fence, 0, 0, False, 0)
+    return id_bytes(item.id), _SETTLEMENT.pack(*numbers), body or b"", extra
+
+
+def _follow_up(work: Work) -> bytes:
+    terms = terms_of(work)
+    return _FOLLOW_UP.pack(work.priority, len(terms)) + terms + (work.payload or b"")
+
+
+def decode_events(queue: str, message: bytes) -> Iterator[Event]:
+    """The events of one step, as `publish` packs them."""
+    at = 0
+    while at < len(message):
+        numbers: tuple[int, ...] = _EVENT.unpack_from(message, at)
+        kind, generation, run_at, id_size, outcome_size = numbers
+        at += _EVENT.size
+        id = clean_id(message[at : at + id_size])
+        at += id_size
+        outcome = decode_outcome(message[at : at + outcome_size]) if outcome_size else None
+        at += outcome_size
+        yield Event(KINDS[kind - 1], queue, id, generation, run_at, outcome)
+
+
+def waiting_member(arrival: int, id: bytes) -> bytes:
+    """An entry of a waiting index."""
+    return _ARRIVAL.pack(arrival) + id
+
+
+def arrival_of(member: bytes) -> int:
+    arrival: int = _ARRIVAL.unpack_from(member)[0]
+    return arrival

@@ -1,0 +1,319 @@
+"""What every storage refuses, before anything is sent or changed. One place, so that all refuse alike.
+
+Most of it is said by the types of the values themselves (_core/jobs.py): a batch is packed and read back against
+them, which costs less than looking at each field and leaves nothing out. What is written can so always be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from holdfast._core.events import Topic
+from holdfast._core.jobs import MAX_MS, Complete, Facts, Fail, Lease, Request, Retry, Settlement, State, Value, Work
+from holdfast.errors import OptionError, PayloadRejected
+
+MAX_ITEMS = 250
+"""Items in one call: a longer list is the caller's to cut."""
+MAX_CALL_BYTES = 1_048_576
+"""Payload bytes that one call or reply carries, unless a single item is larger."""
+MAX_PAYLOAD_BYTES = 1_048_576
+"""The default limit of a payload, a result or an error record."""
+MOST_PAYLOAD_BYTES = 536_870_912
+"""No storage takes more, whatever it is told."""
+MAX_FACTS_BYTES = 65_536
+MAX_PAGE = 200
+MAX_SWEEP = 100
+MAX_ID_BYTES = 512
+FOLLOW_UP_ID_BYTES = 32
+"""A follow-up's id is its job's and this much more."""
+MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
+MAX_REASON = 500
+FAILED_SUFFIX = "/failed"
+
+_QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,120}(/failed)?", re.ASCII)
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,40}", re.ASCII)
+
+T = TypeVar("T", bound=Value)
+Item = TypeVar("Item")
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_requests = msgspec.msgpack.Decoder(list[Request]).decode
+_read_settlements = msgspec.msgpack.Decoder(list[Settlement]).decode
+_read_leases = msgspec.msgpack.Decoder(list[Lease]).decode
+_read_topics = msgspec.msgpack.Decoder(list[Topic]).decode
+_read_facts = msgspec.msgpack.Decoder(Facts).decode
+_WRONG = (msgspec.DecodeError, UnicodeError, TypeError, OverflowError, RecursionError)
+"""What packing and reading back may raise."""
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cut a list into parts that fit into one call each, in order."""
+    part: list[Item] = []
+    total = 0
+    for item in items:
+        more = size(item)
+        if part and (len(part) == MAX_ITEMS or total + more > MAX_CALL_BYTES):
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += more
+    if part:
+        yield part
+
+
+def check_queue(queue: str) -> str:
+    if not isinstance(queue, str) or not _QUEUE_NAME.fullmatch(queue):
+        raise OptionError(
+            f"queue name {queue!r:.80} is not valid: use 1 to 120 letters, digits, '_', '-' or '.'"
+            f" (and only a fail handler's queue ends in '{FAILED_SUFFIX}')"
+        )
+    return queue
+
+
+def check_queues(queues: Sequence[str]) -> None:
+    _check_list(queues, "queues")
+    for queue in queues:
+        check_queue(queue)
+
+
+def check_namespace(namespace: str) -> str:
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+        raise OptionError(f"namespace {namespace!r:.80} is not valid: use 1 to 40 letters, digits, '_', '-' or '.'")
+    return namespace
+
+
+def check_max_payload(max_payload: int) -> int:
+    if type(max_payload) is not int or not 1 <= max_payload <= MOST_PAYLOAD_BYTES:
+        raise OptionError(f"max_payload is a number of bytes up to {MOST_PAYLOAD_BYTES}, not {max_payload!r:.40}")
+    return max_payload
+
+
+def clean_id(id: str | bytes) -> str:
+    """The one text form of an id. Bytes that are not UTF-8 become surrogate escapes, so that any bytes are an id."""
+    return id.decode("utf-8", "surrogateescape") if isinstance(id, bytes) else id
+
+
+def id_bytes(id: str) -> bytes:
+    """An id as storages keep it."""
+    return id.encode("utf-8", "surrogateescape")
+
+
+def check_id(id: str, extra: int = 0) -> str:
+    if not isinstance(id, str):
+        raise OptionError(f"a job id must be text, not {type(id).__name__} ({id!r:.80}): pass bytes through clean_id")
+    size = len(id) if id.isascii() else _size(id)
+    if not 1 <= size <= MAX_ID_BYTES + extra:
+        raise OptionError(f"a job id must have 1 to {MAX_ID_BYTES} bytes, this one has {size}: {id!r:.80}")
+    return id
+
+
+def _size(id: str) -> int:
+    try:
+        raw = id_bytes(id)
+    except UnicodeEncodeError:
+        raw = b""
+    if not raw or clean_id(raw) != id:
+        raise OptionError(f"job id {id!r:.80} has a lone surrogate, which no text has: pass bytes through clean_id")
+    return len(raw)
+
+
+def check_ids(queue: str, ids: Sequence[str]) -> None:
+    check_queue(queue)
+    _check_list(ids, "ids")
+    extra = _extra(queue)
+    for id in ids:
+        check_id(id, extra)
+
+
+def check_limit(limit: int, most: int) -> None:
+    if type(limit) is not int or not 1 <= limit <= most:
+        raise OptionError(f"limit must be a whole number from 1 to {most}, not {limit!r:.40}")
+
+
+def check_length(name: str, value: int, least: int = 0, most: int = MAX_MS) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise OptionError(f"{name} must be a whole number of milliseconds from {least} to {most}, not {value!r:.40}")
+
+
+def check_lease(worker: str, lease_ms: int) -> None:
+    check_worker(worker)
+    check_length("lease_ms", lease_ms, MIN_LEASE_MS, MAX_LEASE_MS)
+
+
+def check_worker(worker: str) -> None:
+    if not isinstance(worker, str) or not 1 <= len(worker) <= 200 or not worker.isprintable():
+        raise OptionError(f"a worker's name must be 1 to 200 printable characters, not {worker!r:.80}")
+
+
+def check_facts(facts: Facts) -> None:
+    try:
+        packed = _encode(facts)
+        _read_facts(packed)
+    except _WRONG as error:
+        raise OptionError(f"a worker's facts map text to text, numbers or lists of text: {error}") from None
+    if len(packed) > MAX_FACTS_BYTES:
+        raise OptionError(f"a worker's facts take {len(packed)} bytes, at most {MAX_FACTS_BYTES} are taken")
+
+
+def check_pause(paused: bool, reason: str) -> None:
+    if not isinstance(paused, bool):
+        raise OptionError(f"paused is True or False, not {paused!r:.40}")
+    if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
+        raise OptionError(f"a reason is at most {MAX_REASON} printable characters, not {reason!r:.80}")
+
+
+def check_states(states: Collection[State]) -> None:
+    if isinstance(states, str):
+        raise OptionError(f"states must be a list of states, not {states!r:.40}")
+    for state in states:
+        if state not in State.__members__.values():
+            raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(State)}")
+
+
+def check_topics(topics: Sequence[Topic]) -> None:
+    _check_values("topic", topics, Topic, _read_topics)
+    for topic in topics:
+        check_queue(topic.queue)
+        if topic.id is not None:
+            check_id(topic.id, _extra(topic.queue))
+
+
+def check_requests(queue: str, requests: Sequence[Request], max_bytes: int) -> None:
+    check_queue(queue)
+    _check_values("request", requests, Request, _read_requests)
+    extra = _extra(queue)
+    total = 0
+    for request in requests:
+        check_id(request.id, extra)
+        if request.work.payload is not None:
+            total += _check_size("payload", request.work.payload, max_bytes, request.id)
+        elif request.update is None or request.update.payload:
+            raise OptionError(f"job {request.id!r:.80} has no payload: only Update(payload=False) may do without")
+        if request.run_at is not None and request.delay_ms is not None:
+            raise OptionError(f"job {request.id!r:.80} has both delay_ms and run_at: give one of them")
+    _check_total(total, len(requests))
+
+
+def check_settlements(queue: str, batch: Sequence[Settlement], max_bytes: int) -> None:
+    check_queue(queue)
+    _check_values("settlement", batch, Settlement, _read_settlements)
+    extra = _extra(queue)
+    total = 0
+    for item in batch:
+        check_id(item.id, extra)
+        match item:
+            case Complete():
+                total += _check_size("result", item.result, max_bytes, item.id)
+            case Fail():
+                total += _check_size("error", item.error, max_bytes, item.id)
+                if item.follow_up is not None:
+                    total += _check_follow_up(queue, item.id, item.follow_up, max_bytes)
+            case Retry():
+                total += _check_size("error", item.error, max_bytes, item.id)
+                if item.run_at is not None and item.delay_ms:
+                    raise OptionError(f"the retry of job {item.id!r:.80} has both delay_ms and run_at: give one")
+            case _:
+                pass
+    _check_total(total, len(batch))
+
+
+def check_leases(queue: str, leases: Sequence[Lease], max_bytes: int) -> None:
+    check_queue(queue)
+    _check_values("lease", leases, Lease, _read_leases)
+    extra = _extra(queue)
+    total = 0
+    for lease in leases:
+        check_id(lease.id, extra)
+        total += _check_size("progress", lease.progress, max_bytes, lease.id)
+    _check_total(total, len(leases))
+
+
+def encode_cursor(key: tuple[int, ...], id: bytes) -> str:
+    """A place in an index, as text that callers hand back."""
+    return ".".join((*map(str, key), id.hex()))
+
+
+def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
+    """The place that a cursor names, in an index whose keys have so many places."""
+    try:
+        *key, id = cursor.split(".")
+        place = tuple(map(int, key)), bytes.fromhex(id)
+    except (ValueError, AttributeError, TypeError):
+        place = (), b""
+    if len(place[0]) != places or not place[1] or any(abs(n) >= 2**63 for n in place[0]):
+        kind = type(cursor).__name__
+        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor that was given out for this list")
+    return place
+
+
+def _check_values(what: str, values: Sequence[T], kind: Any, read: Any) -> None:
+    """Are these values of their type, in every field?"""
+    _check_list(values, f"{what}s")
+    try:
+        read(_encode(values))
+    except _WRONG:
+        for value in values:
+            _check_value(what, value, kind)
+
+
+def _check_value(what: str, value: object, kind: Any) -> None:
+    """Name the field that is wrong. An id may have surrogates, which cannot be packed: `check_id` sees to ids."""
+    if not isinstance(value, kind):
+        raise OptionError(f"{value!r:.80} is not a {what} but {type(value).__name__}")
+    for name, hint in get_type_hints(value.__class__, include_extras=True).items():
+        field = getattr(value, name)
+        if name == "id" and field is not None:
+            check_id(field, FOLLOW_UP_ID_BYTES)
+        elif isinstance(field, Value):
+            _check_value(f"{what}'s {name}", field, hint)
+        else:
+            _check_field(what, name, field, hint)
+
+
+def _check_field(what: str, name: str, field: object, hint: Any) -> None:
+    try:
+        msgspec.msgpack.decode(_encode(field), type=hint)
+    except _WRONG as error:
+        refusal = PayloadRejected if hint in (bytes, bytes | None) else OptionError
+        kind = type(field).__name__
+        raise refusal(f"{name}={field!r:.80} ({kind}) of a {what} is not valid: {error}") from None
+
+
+def _check_follow_up(queue: str, id: str, work: Work, max_bytes: int) -> int:
+    if queue.endswith(FAILED_SUFFIX):
+        raise OptionError(f"{queue} is a fail handler's queue: its own failures have no follow-up, they stay listed")
+    if work.payload is None:
+        raise OptionError(f"the follow-up of {id!r:.80} has no payload")
+    return _check_size("follow-up payload", work.payload, max_bytes, id)
+
+
+def _check_size(what: str, value: bytes | None, max_bytes: int, id: str) -> int:
+    if not isinstance(value, bytes | None):
+        raise PayloadRejected(f"the {what} of job {id!r:.80} must be bytes, not {type(value).__name__}")
+    size = 0 if value is None else len(value)
+    if size > max_bytes:
+        raise PayloadRejected(
+            f"the {what} of job {id!r:.80} has {size} bytes, at most {max_bytes} are taken:"
+            " store it elsewhere and pass a reference, or raise max_payload"
+        )
+    return size
+
+
+def _check_list(items: Sequence[object], what: str) -> None:
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+        raise OptionError(f"{what} must be a list, not {items!r:.80}")
+    if len(items) > MAX_ITEMS:
+        raise OptionError(f"{len(items)} items in one call, at most {MAX_ITEMS}: cut the list and call again")
+
+
+def _check_total(total: int, items: int) -> None:
+    if total > MAX_CALL_BYTES and items > 1:
+        raise OptionError(f"{total} bytes in one call, at most {MAX_CALL_BYTES} or one item: cut the list")
+
+
+def _extra(queue: str) -> int:
+    return FOLLOW_UP_ID_BYTES if queue.endswith(FAILED_SUFFIX) else 0
