@@ -61,7 +61,7 @@ async def kept(storage: Storage, server: Server, quick: bool) -> list[Curve]:
     """The same with ever more finished records that are kept."""
 
     async def finish(count: int) -> None:
-        await storage.enqueue(QUEUE, [Request(new_id(), Work(b"x" * 100), named=True) for _ in range(count)])
+        await storage.enqueue(QUEUE, [Request(new_id(), Work(b"x" * 100), custom_id=True) for _ in range(count)])
         claim = await storage.claim(QUEUE, count, worker=WORKER, lease_ms=LEASE_MS)
         done = [Complete(job.id, _fence(job), b"1", result_ttl_ms=DAY_MS) for job in claim.jobs]
         await storage.settle(QUEUE, done, worker=WORKER)

@@ -28,7 +28,7 @@ import msgspec
 from benchmarks import redis_storage
 from benchmarks.bare import LEASE_MS, QUEUE, WORKER, Statements
 from benchmarks.pages import Judged, table, targets
-from holdfast._core.jobs import Complete, Lease, Request, State, Work, new_id
+from holdfast._core.jobs import Complete, LeaseRef, Request, State, Work, new_id
 from holdfast.storage import Storage, connect
 
 PAYLOAD, LARGE = b"x" * 100, b"x" * 1_048_576
@@ -76,7 +76,7 @@ class Stored:
 
     async def claim(self, limit: int) -> Items:
         claim = await self._storage.claim(QUEUE, limit, worker=WORKER, lease_ms=LEASE_MS)
-        return [Lease(job.id, job.run.fence) for job in claim.jobs if job.run is not None]
+        return [LeaseRef(job.id, job.run.fence) for job in claim.jobs if job.run is not None]
 
     async def extend(self, leases: Items) -> object:
         return await self._storage.extend(QUEUE, leases, worker=WORKER, lease_ms=LEASE_MS)

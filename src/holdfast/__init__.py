@@ -3,11 +3,11 @@
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._client.queue import JobInfo, Queue, Stats
-from holdfast._client.session import Bound
+from holdfast._client.session import BoundRequest
 from holdfast._client.task import Handle, Task
 from holdfast._core.arguments import content_id
-from holdfast._core.events import Event, Kind
-from holdfast._core.jobs import Cancelled, Kept, Placed, State, Update
+from holdfast._core.events import Event, EventKind
+from holdfast._core.jobs import CancelResult, KeepResult, Placed, State, Update
 from holdfast._worker.executor import RunEvent
 from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
 from holdfast._worker.worker import Worker
@@ -31,11 +31,12 @@ from holdfast.errors import (
 )
 
 __all__ = [
-    "Bound",
-    "Cancelled",
+    "BoundRequest",
+    "CancelResult",
     "CurrentJob",
     "DuplicateJob",
     "Event",
+    "EventKind",
     "Execution",
     "Failure",
     "Handle",
@@ -47,8 +48,7 @@ __all__ = [
     "JobForgotten",
     "JobInfo",
     "JobNotFound",
-    "Kept",
-    "Kind",
+    "KeepResult",
     "LayoutTooNew",
     "Lease",
     "NotOpen",

@@ -19,7 +19,7 @@ from typing import Any, Self
 from holdfast._client.app import Holdfast
 from holdfast._client.task import Task
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind
+from holdfast._core.events import EventKind
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at, to_at
 from holdfast._worker.executor import RunEvent
@@ -73,7 +73,7 @@ class Rehearsal:
             raise HoldfastError(
                 f"drain has started more than {max_runs} runs: does a job enqueue itself without a delay?"
             )
-        return [event for event in self._runs[before:] if event.kind is not Kind.CLAIMED]
+        return [event for event in self._runs[before:] if event.kind is not EventKind.CLAIMED]
 
     async def advance(
         self, seconds: float = 0, *, minutes: float = 0, hours: float = 0, days: float = 0
@@ -93,7 +93,7 @@ class Rehearsal:
     def ran(self, task: Task[..., Any, Any] | str | None = None) -> list[RunEvent]:
         """The runs so far, of one task or of all: one event for each, with how it ended."""
         name = task if isinstance(task, str) or task is None else task.name
-        return [run for run in self._runs if run.kind is not Kind.CLAIMED and name in (None, run.queue)]
+        return [run for run in self._runs if run.kind is not EventKind.CLAIMED and name in (None, run.queue)]
 
     async def _next_due(self, target: int) -> int | None:
         """The first time up to the target at which a job is due."""

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
     DuplicateJob,
+    EventKind,
     Holdfast,
     HoldfastError,
     JobCancelled,
     JobFailed,
     JobForgotten,
-    Kind,
     OptionError,
     PayloadRejected,
     PermanentError,
@@ -458,14 +458,14 @@ async def test_a_cancel_of_a_waiting_job_ends_all_waits_for_it(app: Holdfast[Any
     asking = asyncio.create_task(handle.result())
     await asyncio.sleep(0.05)
     answer = await handle.cancel()
-    assert answer is Cancelled.CANCELLED
+    assert answer is CancelResult.CANCELLED
     assert answer
     with pytest.raises(JobCancelled, match=handle.id):
         await asking
     with pytest.raises(JobCancelled):
         await handle.result(wait=0)
     assert await handle.state() is State.CANCELLED
-    assert await handle.cancel() is Cancelled.FINISHED
+    assert await handle.cancel() is CancelResult.FINISHED
 
 
 async def test_the_result_of_a_cancelled_job_is_never_none(app: Holdfast[Any]) -> None:
@@ -487,7 +487,7 @@ async def test_a_cancel_of_a_running_job_stops_it_and_ends_the_wait(app: Holdfas
         calling = asyncio.create_task(running.using(id="x").call())
         await until(lambda: gate.started)
         answer = await app.queue("running").cancel("x")
-        assert answer is Cancelled.ASKED
+        assert answer is CancelResult.ASKED
         assert not answer
         with pytest.raises(JobCancelled):
             await calling
@@ -508,7 +508,7 @@ async def test_a_request_that_a_cancel_dropped_is_told_so_while_the_run_goes_on(
         second = await dropped.enqueue(1, "second")
         asking = asyncio.create_task(second.result())
         await asyncio.sleep(0.05)
-        assert await first.cancel() is Cancelled.ASKED
+        assert await first.cancel() is CancelResult.ASKED
         with pytest.raises(JobCancelled):
             await asking
         assert await first.state() is State.RUNNING
@@ -633,9 +633,9 @@ async def test_a_name_is_remembered_without_a_result_and_a_nameless_job_is_not(a
     @app.task(name="silent")
     async def silent() -> None: ...
 
-    named, nameless = await silent.using(id="x").enqueue(), await silent.enqueue()
+    custom_id, nameless = await silent.using(id="x").enqueue(), await silent.enqueue()
     async with app.worker():
-        await until(lambda: _is_completed(named))
+        await until(lambda: _is_completed(custom_id))
         await until(lambda: _is_gone(nameless))
     assert (await silent.using(id="x").enqueue()).placed is Placed.COMPLETED
     assert await silent.using(id="x", wait=0).call() is None
@@ -660,10 +660,10 @@ async def test_a_handle_tells_its_state_as_it_changes(app: Holdfast[Any], gate: 
         gate.opened.set()
         await handle.result()
         assert await handle.state() is State.COMPLETED
-        assert await handle.cancel() is Cancelled.FINISHED
+        assert await handle.cancel() is CancelResult.FINISHED
     await app.queue("states").purge()
     assert await handle.state() is None
-    assert await handle.cancel() is Cancelled.MISSING
+    assert await handle.cancel() is CancelResult.MISSING
 
 
 async def test_a_handle_hears_what_happens_to_its_job_and_to_no_other(app: Holdfast[Any], gate: Gate) -> None:
@@ -675,13 +675,13 @@ async def test_a_handle_hears_what_happens_to_its_job_and_to_no_other(app: Holdf
 
     handle = await heard.enqueue()
     await heard.enqueue()
-    heard_of: list[Kind] = []
+    heard_of: list[EventKind] = []
 
     async def listen() -> None:
         async for event in handle.events():
             assert (event.queue, event.id) == ("heard", handle.id)
             heard_of.append(event.kind)
-            if event.kind in (Kind.COMPLETED, Kind.FAILED):
+            if event.kind in (EventKind.COMPLETED, EventKind.FAILED):
                 return
 
     listening = asyncio.create_task(listen())
@@ -690,7 +690,7 @@ async def test_a_handle_hears_what_happens_to_its_job_and_to_no_other(app: Holdf
         await until(lambda: len(gate.started) == 2)
         gate.opened.set()
         await asyncio.wait_for(listening, 10)
-    assert heard_of[:3] == [Kind.CLAIMED, Kind.RETRIED, Kind.CLAIMED]
+    assert heard_of[:3] == [EventKind.CLAIMED, EventKind.RETRIED, EventKind.CLAIMED]
 
 
 async def test_placed_tells_what_each_request_did(app: Holdfast[Any], gate: Gate) -> None:

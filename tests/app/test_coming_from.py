@@ -73,11 +73,11 @@ def test_every_name_in_the_tables_is_one_of_ours() -> None:
     owners = {"queue": holdfast.Queue, "handle": holdfast.Handle, "app": holdfast.Holdfast, "task": holdfast.Task}
     instance = {"id", "placed", "payload", "fence", "attempt", "deadline", "settled", "cancel_asked"}
     ours = " ".join(row.split(" | ")[1] for row in re.findall(r"^\| .+ \|$", PAGE.read_text(), re.MULTILINE))
-    named = re.findall(r"\b(queue|lease|handle|app|task)\.(\w+)", ours)
-    assert len(named) > 40
+    custom_id = re.findall(r"\b(queue|lease|handle|app|task)\.(\w+)", ours)
+    assert len(custom_id) > 40
     missing = {
         f"{owner}.{name}"
-        for owner, name in named
+        for owner, name in custom_id
         if name not in instance and not hasattr(owners.get(owner, holdfast.Lease), name)
     }
     assert missing == set()

@@ -300,7 +300,7 @@ async def test_without_sockets_those_who_watch_are_told_no_tales(place: Place, m
     def no_sockets(*args: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(notify.Ear, "__init__", no_sockets)
+    monkeypatch.setattr(notify.NotifyReceiver, "__init__", no_sockets)
     async with place.app() as app:
         await watch_while(app, lambda: enqueue_elsewhere(place))
 
@@ -391,7 +391,7 @@ def test_the_backoff_that_is_not_given_gives_way_to_the_one_that_is(
     app = Holdfast("memory://")
     app.task(name="t", **options)(nothing)
     (handler,) = app._served("t")
-    assert (handler.terms.policy.min_backoff_ms, handler.terms.policy.max_backoff_ms) == (least_ms, most_ms)
+    assert (handler.config.policy.min_backoff_ms, handler.config.policy.max_backoff_ms) == (least_ms, most_ms)
 
 
 def nothing() -> None: ...

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
     Failure,
     Holdfast,
     JobCancelled,
@@ -153,7 +153,7 @@ class Cancel:
 
     queue: str
     id: str
-    reply: Cancelled
+    reply: CancelResult
     at: float
     until: float
     told_us: int = field(default_factory=wall_us)
@@ -666,7 +666,7 @@ async def _is_done(app: Holdfast[Any], history: History, asked: Asked, runs: lis
     # A duplicate of what is being cancelled ends with it: the cancel may have come before the request.
     cancels = [c for c in history.cancels if (c.queue, c.id) == (asked.queue, asked.id)]
     cancels = [cancel for cancel in cancels if cancel.told_us >= asked.generation]
-    return any(cancel.reply in (Cancelled.CANCELLED, Cancelled.ASKED) for cancel in cancels)
+    return any(cancel.reply in (CancelResult.CANCELLED, CancelResult.ASKED) for cancel in cancels)
 
 
 def _judge_calls(history: History, by_id: dict[tuple[str, str], list[Ran]], tell: Tell) -> None:
@@ -709,7 +709,7 @@ def _may_be_forgotten(called: Called) -> bool:
 
 def _judge_cancels(history: History, by_id: dict[tuple[str, str], list[Ran]], tell: Tell) -> None:
     for cancel in history.cancels:
-        if cancel.reply is not Cancelled.CANCELLED:
+        if cancel.reply is not CancelResult.CANCELLED:
             continue
         before = [r for r in history.requests if (r.queue, r.id) == (cancel.queue, cancel.id) and r.until < cancel.at]
         newest = max((request.generation for request in before), default=0)

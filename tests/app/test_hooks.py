@@ -14,12 +14,12 @@ import pytest
 
 from holdfast import (
     CurrentJob,
+    EventKind,
     Execution,
     Failure,
     Holdfast,
     JobError,
     JobFailed,
-    Kind,
     PermanentError,
     RunEvent,
     State,
@@ -316,8 +316,8 @@ async def test_after_execution_may_change_the_error(app: App) -> None:
     assert "hunter2" not in repr(told[0])
 
 
-@pytest.mark.parametrize("trouble", ["raises", "raises later", "negative ttl", "no ttl", "no error"])
-async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, trouble: str) -> None:
+@pytest.mark.parametrize("report_error", ["raises", "raises later", "negative ttl", "no ttl", "no error"])
+async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, report_error: str) -> None:
     errors: list[tuple[BaseException, str]] = []
 
     @app.on_error
@@ -327,18 +327,18 @@ async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, trou
     @app.after_execution
     async def wrong(execution: Execution) -> None:
         if execution.error is not None:
-            if trouble == "no error":
+            if report_error == "no error":
                 execution.error = "just text"  # type: ignore[assignment]
             return
         execution.result = "changed"
-        if trouble == "raises":
+        if report_error == "raises":
             raise LookupError("in the hook")
-        if trouble == "negative ttl":
+        if report_error == "negative ttl":
             execution.ttl = -1
-        if trouble == "no ttl":
+        if report_error == "no ttl":
             execution.ttl = "soon"  # type: ignore[assignment]
 
-    if trouble == "raises later":
+    if report_error == "raises later":
 
         @app.after_execution
         def second(execution: Execution) -> None:
@@ -351,7 +351,7 @@ async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, trou
         return "as it was"
 
     async with app.worker():
-        if trouble == "no error":
+        if report_error == "no error":
             with pytest.raises(JobFailed, match="its own"):
                 await work.using(id="j", wait=10).call(False)
         else:
@@ -385,12 +385,12 @@ async def test_events_tell_what_a_worker_did_in_order(app: App) -> None:
         with pytest.raises(JobFailed):
             await lively.using(id="j", wait=10).call()
     assert [(event.kind, event.attempt) for event in events] == [
-        (Kind.CLAIMED, 1),
-        (Kind.RETRIED, 1),
-        (Kind.CLAIMED, 2),
-        (Kind.TIMED_OUT, 2),
-        (Kind.CLAIMED, 3),
-        (Kind.FAILED, 3),
+        (EventKind.CLAIMED, 1),
+        (EventKind.RETRIED, 1),
+        (EventKind.CLAIMED, 2),
+        (EventKind.TIMED_OUT, 2),
+        (EventKind.CLAIMED, 3),
+        (EventKind.FAILED, 3),
     ]
     assert {(event.queue, event.id) for event in events} == {("t", "j")}
     errors = [event.error and event.error.type for event in events]
@@ -399,7 +399,7 @@ async def test_events_tell_what_a_worker_did_in_order(app: App) -> None:
 
 
 async def test_events_of_completed_and_released_runs(app: App) -> None:
-    events: list[tuple[str, Kind]] = []
+    events: list[tuple[str, EventKind]] = []
     started = asyncio.Event()
 
     @app.on_event
@@ -417,8 +417,8 @@ async def test_events_of_completed_and_released_runs(app: App) -> None:
         await work.using(id="slow").enqueue(True)
         await started.wait()
     assert events == [
-        *(("quick", Kind.CLAIMED), ("quick", Kind.COMPLETED)),
-        *(("slow", Kind.CLAIMED), ("slow", Kind.RELEASED)),
+        *(("quick", EventKind.CLAIMED), ("quick", EventKind.COMPLETED)),
+        *(("slow", EventKind.CLAIMED), ("slow", EventKind.RELEASED)),
     ]
 
 
@@ -428,7 +428,7 @@ async def test_an_event_hook_that_fails_or_is_slow_holds_nothing_up(app: App) ->
     go_on = asyncio.Event()
 
     @app.on_error
-    async def trouble(error: BaseException, where: str) -> None:
+    async def report_error(error: BaseException, where: str) -> None:
         errors.append(f"{where}: {error}")
 
     @app.on_event

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Cancelled, Holdfast, JobFailed, JobInfo, Lease, OptionError, PayloadRejected, Queue, State
+from holdfast import CancelResult, Holdfast, JobFailed, JobInfo, Lease, OptionError, PayloadRejected, Queue, State
 from tests.app.conftest import until
 
 AppMaker = Callable[..., Holdfast[Any]]
@@ -328,7 +328,7 @@ async def test_an_extension_tells_of_a_cancel(app: Holdfast[Any]) -> None:
     lease = await leased(queue)
     assert await lease.extend()
     assert not lease.cancel_asked
-    assert await queue.cancel("a") is Cancelled.ASKED
+    assert await queue.cancel("a") is CancelResult.ASKED
     assert await lease.extend()
     assert lease.cancel_asked
     assert await lease.fail("stopped")

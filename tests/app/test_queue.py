@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
+    EventKind,
     Holdfast,
     JobCancelled,
     JobFailed,
     JobNotFound,
-    Kept,
-    Kind,
+    KeepResult,
     OptionError,
     PayloadRejected,
     PermanentError,
@@ -111,7 +111,7 @@ async def test_a_payload_that_cannot_be_read_comes_as_bytes(make_app: AppMaker) 
 async def test_json_that_another_language_wrote_badly_comes_as_bytes(app: Holdfast[Any]) -> None:
     from holdfast._core.jobs import Request, Work
 
-    await app.storage.enqueue("q", [Request("a", Work(b'{"open": ', "json"), named=True)])
+    await app.storage.enqueue("q", [Request("a", Work(b'{"open": ', "json"), custom_id=True)])
     queue = app.queue("q")
     assert await payload_of(queue, "a") == b'{"open": '
     lease = await queue.lease()
@@ -139,7 +139,7 @@ async def test_every_option_of_enqueue_is_stored(app: Holdfast[Any]) -> None:
     assert (handle.id, handle.queue, handle.placed) == ("a", "q", Placed.NEW)
     (job,) = await app.storage.get("q", ["a"])
     assert job is not None
-    assert job.named
+    assert job.custom_id
     work = job.work
     assert (work.priority, work.timeout_ms, work.result_ttl_ms, work.dedup_ttl_ms) == (8, 9000, 1500, 2000)
     assert (work.max_retries, work.max_stalls, work.max_timeouts) == (1, 2, 3)
@@ -299,19 +299,19 @@ async def test_a_result_waits_for_a_job_that_has_not_ended(app: Holdfast[Any]) -
 
 async def test_keep_changes_how_long_an_end_is_remembered(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
-    assert await queue.keep("a", 60) is Kept.MISSING
+    assert await queue.keep("a", 60) is KeepResult.MISSING
     await queue.enqueue(1, id="a")
     await complete_one(queue, "result")
-    assert await queue.keep("a", timedelta(milliseconds=50)) is Kept.KEPT
+    assert await queue.keep("a", timedelta(milliseconds=50)) is KeepResult.KEPT
     await until(lambda: _is_missing(queue, "a"))
-    assert await queue.keep("a", 60) is Kept.MISSING
+    assert await queue.keep("a", 60) is KeepResult.MISSING
 
 
 async def test_keep_of_a_live_job_counts_from_its_end(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     await queue.enqueue(1, id="b")
-    assert await queue.keep("a", 0.2) is Kept.LIVE
+    assert await queue.keep("a", 0.2) is KeepResult.LIVE
     await complete_one(queue, "result")
     await complete_one(queue, "result")
     assert await queue.result("a", wait=0) == "result"
@@ -328,20 +328,20 @@ async def _is_missing(queue: Queue, id: str) -> bool:
 
 async def test_cancel_says_what_became_of_the_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
-    assert await queue.cancel("a") is Cancelled.MISSING
+    assert await queue.cancel("a") is CancelResult.MISSING
     await queue.enqueue(1, id="a")
     await queue.enqueue(1, id="b", delay=60)
     lease = await queue.lease()
     assert lease is not None
-    assert await queue.cancel("a") is Cancelled.ASKED
+    assert await queue.cancel("a") is CancelResult.ASKED
     assert not await queue.cancel("a")
-    assert await queue.cancel("b") is Cancelled.CANCELLED
+    assert await queue.cancel("b") is CancelResult.CANCELLED
     assert await lease.retry()
     info = await queue.get("a")
     assert info is not None
     assert info.state is State.CANCELLED
-    assert await queue.cancel("a") is Cancelled.FINISHED
-    assert [bool(answer) for answer in Cancelled] == [True, False, False, False]
+    assert await queue.cancel("a") is CancelResult.FINISHED
+    assert [bool(answer) for answer in CancelResult] == [True, False, False, False]
     with pytest.raises(JobCancelled):
         await queue.result("b")
 
@@ -351,7 +351,7 @@ async def test_a_completion_wins_against_a_cancel_that_came_too_late(app: Holdfa
     await queue.enqueue(1, id="a")
     lease = await queue.lease()
     assert lease is not None
-    assert await queue.cancel("a") is Cancelled.ASKED
+    assert await queue.cancel("a") is CancelResult.ASKED
     assert await lease.complete("done")
     assert await queue.result("a") == "done"
 
@@ -707,7 +707,7 @@ async def test_deleting_a_queue_that_is_not_there_is_no_error(app: Holdfast[Any]
 
 async def test_a_queue_tells_what_happens_in_it(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
-    heard: list[tuple[Kind, str]] = []
+    heard: list[tuple[EventKind, str]] = []
 
     async def listen() -> None:
         async for event in queue.events():
@@ -725,8 +725,8 @@ async def test_a_queue_tells_what_happens_in_it(app: Holdfast[Any]) -> None:
     await queue.enqueue(1, id="b", delay=60)
     await queue.cancel("b")
     expected = [
-        *((Kind.ENQUEUED, "a"), (Kind.UPDATED, "a"), (Kind.CLAIMED, "a"), (Kind.COMPLETED, "a")),
-        *((Kind.ENQUEUED, "b"), (Kind.CANCELLED, "b")),
+        *((EventKind.ENQUEUED, "a"), (EventKind.UPDATED, "a"), (EventKind.CLAIMED, "a"), (EventKind.COMPLETED, "a")),
+        *((EventKind.ENQUEUED, "b"), (EventKind.CANCELLED, "b")),
     ]
     await until(lambda: heard == expected)
     listening.cancel()

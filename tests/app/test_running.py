@@ -175,12 +175,12 @@ async def test_a_lone_positional_only_parameter_of_a_type_gets_the_whole_payload
 
 async def test_star_arguments_arrive(app: App) -> None:
     @app.task(name="a")
-    async def many(first: int, *rest: int, last: int = 0, **named: int) -> list[Any]:
-        return [first, rest, last, named]
+    async def many(first: int, *rest: int, last: int = 0, **custom_id: int) -> list[Any]:
+        return [first, rest, last, custom_id]
 
     @app.task(name="s")
-    def sync_many(*rest: int, **named: int) -> list[Any]:
-        return [rest, named]
+    def sync_many(*rest: int, **custom_id: int) -> list[Any]:
+        return [rest, custom_id]
 
     async with app.worker():
         assert await many.using(wait=10).call(1, 2, 3, last=4, x=5) == [1, [2, 3], 4, {"x": 5}]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
+    EventKind,
     Execution,
     Holdfast,
     JobCancelled,
@@ -20,8 +21,7 @@ from holdfast import (
     JobFailed,
     JobForgotten,
     JobNotFound,
-    Kept,
-    Kind,
+    KeepResult,
     OptionError,
     Placed,
     Queue,
@@ -84,7 +84,7 @@ async def test_an_app_that_was_closed_and_opened_again_goes_on(make_app: Callabl
 
 async def test_a_handler_is_given_its_job_and_its_end_is_told_and_stored(app: App) -> None:
     told: list[RunEvent] = []
-    heard: list[Kind] = []
+    heard: list[EventKind] = []
     app.on_event(told.append)
 
     @app.task(name="greet")
@@ -103,21 +103,21 @@ async def test_a_handler_is_given_its_job_and_its_end_is_told_and_stored(app: Ap
             handle = await greet.using(id="g1").enqueue("ada")
             assert handle.placed is Placed.NEW
             assert await handle.result() == "hello ada, g1 1"
-            await until(lambda: {Kind.CLAIMED, Kind.COMPLETED} <= set(heard))
+            await until(lambda: {EventKind.CLAIMED, EventKind.COMPLETED} <= set(heard))
             await until(lambda: [(event.kind, event.id) for event in told if event.id == "g1"][1:])
     finally:
         listening.cancel()
     kinds = [(event.kind, event.queue, event.attempt) for event in told if event.id == "g1"]
-    assert kinds == [(Kind.CLAIMED, "greet", 1), (Kind.COMPLETED, "greet", 1)]
+    assert kinds == [(EventKind.CLAIMED, "greet", 1), (EventKind.COMPLETED, "greet", 1)]
     job = await app.queue("greet").get("g1")
     assert job is not None
     assert (job.state, job.result, job.attempts) == (State.COMPLETED, "hello ada, g1 1", 1)
 
 
-async def knocked(app: App, heard: list[Kind]) -> bool:
+async def knocked(app: App, heard: list[EventKind]) -> bool:
     """Somebody listens by now: what was just cancelled was heard."""
     await (await app.queue("greet").enqueue({"name": "nobody"}, delay=60)).cancel()
-    return Kind.CANCELLED in heard
+    return EventKind.CANCELLED in heard
 
 
 async def test_two_failures_and_a_success_are_three_attempts(app: App) -> None:
@@ -150,9 +150,9 @@ async def test_retries_used_up_fail_the_job_with_its_last_error(app: App) -> Non
     async with app.worker():
         with pytest.raises(JobFailed, match="attempt 2") as failed:
             await broken.using(id="b").call()
-        await until(lambda: told and told[-1].kind is Kind.FAILED)
+        await until(lambda: told and told[-1].kind is EventKind.FAILED)
     assert (failed.value.kind, failed.value.attempts, failed.value.error.type) == ("retriable", 2, "ConnectionError")
-    assert [event.kind for event in told] == [Kind.CLAIMED, Kind.RETRIED, Kind.CLAIMED, Kind.FAILED]
+    assert [event.kind for event in told] == [EventKind.CLAIMED, EventKind.RETRIED, EventKind.CLAIMED, EventKind.FAILED]
     assert [job.id async for job in app.queue("broken").jobs(state="failed")] == ["b"]
 
 
@@ -185,13 +185,13 @@ async def test_a_cancelled_job_never_runs_and_its_waiter_is_told(app: App) -> No
     first = await mail.using(id="job-1").enqueue(1)
     second = await mail.using(id="job-2").enqueue(2)
     waiting = asyncio.create_task(first.result())
-    assert await app.queue("mail").cancel("job-1") is Cancelled.CANCELLED
-    assert await app.queue("mail").cancel("job-9") is Cancelled.MISSING
+    assert await app.queue("mail").cancel("job-1") is CancelResult.CANCELLED
+    assert await app.queue("mail").cancel("job-9") is CancelResult.MISSING
     with pytest.raises(JobCancelled):
         await waiting
     async with app.worker():
         assert await second.result() == 2
-        assert await second.cancel() is Cancelled.FINISHED
+        assert await second.cancel() is CancelResult.FINISHED
     assert ran == [2]
 
 
@@ -211,7 +211,7 @@ async def test_a_cancel_reaches_the_run_and_the_job_does_not_come_back(app: App)
         handle = await long.enqueue()
         await until(started.is_set)
         reply = await handle.cancel()
-        assert (reply, bool(reply)) == (Cancelled.ASKED, False)
+        assert (reply, bool(reply)) == (CancelResult.ASKED, False)
         with pytest.raises(JobCancelled):
             await handle.result()
     assert stopping == ["cancel"]
@@ -284,20 +284,20 @@ async def test_the_memory_of_an_end_can_be_changed_afterwards(app: App) -> None:
         return how
 
     queue = app.queue("ends")
-    assert await queue.keep("well", 60) is Kept.MISSING
+    assert await queue.keep("well", 60) is KeepResult.MISSING
     await end.using(id="well", result_ttl=0.3).enqueue("well")
-    assert await queue.keep("well", 3600) is Kept.LIVE
+    assert await queue.keep("well", 3600) is KeepResult.LIVE
     await end.using(id="badly").enqueue("badly")
     await end.using(id="too late", result_ttl=0).enqueue("well")
     await app.worker(burst=True).run()
-    assert await queue.keep("badly", 0.02) is Kept.KEPT
-    assert await queue.keep("well", 3600) is Kept.KEPT
-    assert await queue.keep("too late", 3600) is Kept.MISSING
+    assert await queue.keep("badly", 0.02) is KeepResult.KEPT
+    assert await queue.keep("well", 3600) is KeepResult.KEPT
+    assert await queue.keep("too late", 3600) is KeepResult.MISSING
     await until(lambda: is_forgotten(queue, "badly"))
     with pytest.raises(OptionError):
         await queue.keep("well", -1)
     assert await queue.result("well") == "well"
-    assert await queue.keep("well", 0.02) is Kept.KEPT
+    assert await queue.keep("well", 0.02) is KeepResult.KEPT
     await until(lambda: is_forgotten(queue, "well"))
 
 
@@ -508,7 +508,7 @@ async def test_an_id_is_held_for_its_time_and_runs_again_after_it(app: App) -> N
     await app.worker(burst=True).run()
     assert (await timed.enqueue("good")).placed is Placed.COMPLETED
     for name in ("good", "bad"):
-        assert await queue.keep(name, 0.02) is Kept.KEPT
+        assert await queue.keep(name, 0.02) is KeepResult.KEPT
         await until(lambda name=name: is_forgotten(queue, name))
         assert (await timed.enqueue(name)).placed is Placed.NEW
     await app.worker(burst=True).run()
@@ -587,7 +587,7 @@ async def test_a_failure_of_long_ago_is_raised_at_once_with_its_cause(app: App) 
 
     handle = await broken.using(id="b").enqueue()
     await app.worker(burst=True).run()
-    assert await app.queue("broken").keep("b", 60) is Kept.KEPT
+    assert await app.queue("broken").keep("b", 60) is KeepResult.KEPT
     for wait in (0, 30):
         with pytest.raises(JobFailed, match="ValueError: no good") as failed:
             await handle.result(wait=wait)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Cancelled, Holdfast, JobFailed, Lease, OptionError, Placed, State, current_job
+from holdfast import CancelResult, Holdfast, JobFailed, Lease, OptionError, Placed, State, current_job
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -366,7 +366,7 @@ async def test_a_cancelled_item_is_told_to_its_holder_and_does_not_come_back(app
     await queue.enqueue(1, id="i")
     lease = await queue.lease(wait=0)
     assert lease is not None
-    assert await queue.cancel("i") is Cancelled.ASKED
+    assert await queue.cancel("i") is CancelResult.ASKED
     assert await lease.extend()
     assert lease.cancel_asked
     assert await lease.release()

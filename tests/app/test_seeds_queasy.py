@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
     Failure,
     Holdfast,
     JobFailed,
@@ -50,10 +50,10 @@ async def test_a_dispatched_job_waits_under_its_id_with_its_data_and_its_time(ap
 
     soon = datetime.now(UTC) + timedelta(minutes=5)
     unnamed = await mail.enqueue("ada")
-    named = await mail.using(id="to-bob", run_at=soon).enqueue("bob")
+    custom_id = await mail.using(id="to-bob", run_at=soon).enqueue("bob")
     assert isinstance(unnamed.id, str)
-    assert unnamed.id != named.id == "to-bob"
-    assert unnamed.placed == named.placed == Placed.NEW
+    assert unnamed.id != custom_id.id == "to-bob"
+    assert unnamed.placed == custom_id.placed == Placed.NEW
     first, second = await app.queue("mail").get(unnamed.id), await app.queue("mail").get("to-bob")
     assert first is not None
     assert second is not None
@@ -90,7 +90,7 @@ async def test_a_cancelled_job_does_not_run_and_its_neighbour_does(app: App) -> 
     wanted = await mail.using(id="to-bob").enqueue("bob")
     assert await unwanted.cancel()
     assert not await app.queue("mail").cancel("nobody")
-    assert await app.queue("mail").cancel("nobody") is Cancelled.MISSING
+    assert await app.queue("mail").cancel("nobody") is CancelResult.MISSING
     async with app.worker():
         await wanted.result()
     assert ran == ["bob"]

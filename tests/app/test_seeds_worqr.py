@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
     DuplicateJob,
     Event,
+    EventKind,
     Holdfast,
     JobCancelled,
-    Kind,
     Placed,
     Queue,
     State,
@@ -43,7 +43,7 @@ class Listener:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def kinds(self, id: str) -> list[Kind]:
+    def kinds(self, id: str) -> list[EventKind]:
         return [event.kind for event in self.events if event.id == id]
 
     async def _listen(self) -> None:
@@ -70,7 +70,7 @@ async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_n
     assert (await queue.repair()).problems == []
     assert await queue.purge() == 0
     assert await queue.delete()
-    assert await queue.cancel("nobody") is Cancelled.MISSING
+    assert await queue.cancel("nobody") is CancelResult.MISSING
     stats = await queue.stats()
     assert (stats.ready, stats.running, stats.paused, stats.workers) == (0, 0, False, [])
     assert await names(app) == []
@@ -139,7 +139,7 @@ async def test_a_task_is_heard_of_from_its_request_to_its_end(app: App) -> None:
         lease = await queue.lease(wait=0)
         assert lease is not None
         assert await lease.complete("result")
-        await until(lambda: listener.kinds("t") == [Kind.ENQUEUED, Kind.CLAIMED, Kind.COMPLETED])
+        await until(lambda: listener.kinds("t") == [EventKind.ENQUEUED, EventKind.CLAIMED, EventKind.COMPLETED])
     assert await handle.result() == "result"  # It is stored, also for whoever did not listen.
 
 
@@ -159,10 +159,10 @@ async def test_a_cancel_reaches_the_one_who_runs_it_and_the_task_does_not_come_b
     async with Listener(queue) as listener, app.worker(lease=0.5):
         handle = await forever.using(id="f").enqueue()
         await until(started.is_set)
-        assert await queue.cancel("f") is Cancelled.ASKED
+        assert await queue.cancel("f") is CancelResult.ASKED
         with pytest.raises(JobCancelled):
             await handle.result()
-        await until(lambda: listener.kinds("f")[-2:] == [Kind.CANCEL_ASKED, Kind.CANCELLED])
+        await until(lambda: listener.kinds("f")[-2:] == [EventKind.CANCEL_ASKED, EventKind.CANCELLED])
         assert await queue.lease(wait=0) is None
     assert stopped == ["cancel"]
     assert (await queue.stats()).running == 0
@@ -211,14 +211,14 @@ async def test_a_unique_task_is_refused_while_it_waits_or_runs_and_may_come_agai
     assert await unique() is Placed.NEW
     assert (await queue.enqueue(task)).placed is Placed.NEW  # Beside one that is not unique.
     assert (await queue.stats()).ready == 2
-    twin = await queue.lease(wait=0)
+    clone = await queue.lease(wait=0)
     other = await queue.lease(wait=0)
-    assert twin is not None
+    assert clone is not None
     assert other is not None
     assert await other.complete()  # The end of the plain one does not free the unique one.
     with pytest.raises(DuplicateJob):
         await unique()
-    assert await twin.complete()
+    assert await clone.complete()
     assert (await queue.stats()).ready == 0
     await queue.enqueue({"after": "a refusal"})
     assert (await queue.stats()).ready == 1  # A refused one takes nothing from what comes after it.
@@ -301,9 +301,9 @@ async def test_a_zombies_end_is_neither_stored_nor_told(app: App) -> None:
         assert present is not None
         assert not await zombie.complete("wrong")
         assert await present.complete("right")
-        await until(lambda: Kind.COMPLETED in listener.kinds("t"))
-    told = [kind for kind in listener.kinds("t") if kind is not Kind.ENQUEUED]
-    assert told == [Kind.CLAIMED, Kind.STALLED, Kind.CLAIMED, Kind.COMPLETED]
+        await until(lambda: EventKind.COMPLETED in listener.kinds("t"))
+    told = [kind for kind in listener.kinds("t") if kind is not EventKind.ENQUEUED]
+    assert told == [EventKind.CLAIMED, EventKind.STALLED, EventKind.CLAIMED, EventKind.COMPLETED]
     assert await handle.result() == "right"
 
 
@@ -316,7 +316,7 @@ async def test_a_queue_of_an_awkward_name_works_like_any_other(app: App, name: s
     async with Listener(app.queue(name)) as listener, app.worker():
         handle = await echo.using(id="x").enqueue(1)
         assert await handle.result() == 1
-        await until(lambda: Kind.COMPLETED in listener.kinds("x"))
+        await until(lambda: EventKind.COMPLETED in listener.kinds("x"))
     assert await names(app) == [name]
 
 

@@ -90,8 +90,8 @@ class Faulty:
         await self._inner.__aexit__(None, None, None)
         self._faults.closed += 1
 
-    def twin(self) -> Faulty:
-        return Faulty(self._inner.twin(), self._faults)
+    def clone(self) -> Faulty:
+        return Faulty(self._inner.clone(), self._faults)
 
     @asynccontextmanager
     async def subscribe(self, *topics: Topic) -> AsyncIterator[AsyncIterator[Event]]:

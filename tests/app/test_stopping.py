@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Cancelled, Holdfast, JobCancelled, OptionError, State, current_job
+from holdfast import CancelResult, Holdfast, JobCancelled, OptionError, State, current_job
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -36,7 +36,7 @@ async def test_a_cancelled_async_run_is_cancelled_and_knows_why(app: App) -> Non
     async with app.worker(lease=0.5):
         handle = await slow.enqueue()
         await started.wait()
-        assert await handle.cancel() is Cancelled.ASKED
+        assert await handle.cancel() is CancelResult.ASKED
         with pytest.raises(JobCancelled):
             await handle.result(wait=10)
         await until(lambda: _is(handle.state, State.CANCELLED))
@@ -58,7 +58,7 @@ async def test_a_cancelled_sync_run_sees_it_and_ends(app: App) -> None:
     async with app.worker(lease=0.5):
         handle = await slow.enqueue()
         await until(started.is_set)
-        assert await handle.cancel() is Cancelled.ASKED
+        assert await handle.cancel() is CancelResult.ASKED
         await until(lambda: _is(handle.state, State.CANCELLED))
     assert seen == ["cancel"]
 
@@ -78,7 +78,7 @@ async def test_a_run_that_completes_in_spite_of_a_cancel_has_completed(app: App)
     async with app.worker(lease=0.5):
         handle = await stubborn.using(id="j").enqueue()
         await started.wait()
-        assert await handle.cancel() is Cancelled.ASKED
+        assert await handle.cancel() is CancelResult.ASKED
         await until(lambda: _is(handle.state, State.COMPLETED))
         job = await app.queue("t").get("j")
     assert job is not None
@@ -118,7 +118,7 @@ async def test_a_job_cancelled_before_its_start_never_runs(app: App) -> None:
         runs.append(number)
 
     first, _ = [await note.enqueue(n) for n in (1, 2)]
-    assert await first.cancel() is Cancelled.CANCELLED
+    assert await first.cancel() is CancelResult.CANCELLED
     async with app.worker():
         await until(lambda: runs)
     assert runs == [2]

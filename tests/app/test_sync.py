@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from holdfast import (
-    Cancelled,
+    CancelResult,
+    EventKind,
     Handle,
     Holdfast,
     JobFailed,
     JobInfo,
-    Kept,
-    Kind,
+    KeepResult,
     Lease,
     NotOpen,
     OptionError,
@@ -157,7 +157,7 @@ def test_calls_and_handles_block_until_there_is_a_result(serving: Any) -> None:
     assert (handle.queue, handle.id, handle.placed) == ("add", "x", Placed.NEW)
     assert handle.result(wait=20) == 5
     assert handle.state() is State.COMPLETED
-    assert handle.cancel() is Cancelled.FINISHED
+    assert handle.cancel() is CancelResult.FINISHED
     assert serving.add.using(id="x", wait=0).sync.call(9) == 5
     handles = serving.sync.enqueue_many(serving.add.sync.bind(n) for n in range(5))
     assert [handle.result() for handle in handles] == [1, 2, 3, 4, 5]
@@ -228,14 +228,14 @@ def test_every_verb_of_a_queue_blocks(queue: SyncQueue) -> None:
     info = queue.get("a")
     assert info is not None
     assert (info.payload, info.priority) == ({"n": 1}, 9)
-    assert queue.keep("a", 60) is Kept.LIVE
+    assert queue.keep("a", 60) is KeepResult.LIVE
     lease = queue.lease(seconds=10, wait=0)
     assert isinstance(lease, SyncLease)
     assert (lease.queue, lease.id, lease.payload, lease.attempt) == ("q", "a", {"n": 1}, 1)
     before = lease.deadline
     assert lease.extend(100, progress=3)
     assert lease.deadline > before
-    assert queue.cancel("a") is Cancelled.ASKED
+    assert queue.cancel("a") is CancelResult.ASKED
     assert lease.extend()
     assert lease.cancel_asked
     assert lease.complete({"done": True})
@@ -321,7 +321,7 @@ def test_jobs_are_iterated_past_one_page_and_may_be_left_early(queue: SyncQueue,
 
 
 def test_events_are_iterated_as_they_come(queue: SyncQueue) -> None:
-    heard: list[Kind] = []
+    heard: list[EventKind] = []
     listening = threading.Event()
 
     def listen() -> None:
@@ -329,7 +329,7 @@ def test_events_are_iterated_as_they_come(queue: SyncQueue) -> None:
         listening.set()
         for event in events:
             heard.append(event.kind)
-            if event.kind is Kind.COMPLETED:
+            if event.kind is EventKind.COMPLETED:
                 return
 
     thread = threading.Thread(target=listen)
@@ -340,7 +340,7 @@ def test_events_are_iterated_as_they_come(queue: SyncQueue) -> None:
     with queue.leased():
         pass
     thread.join(20)
-    assert heard == [Kind.ENQUEUED, Kind.CLAIMED, Kind.COMPLETED]
+    assert heard == [EventKind.ENQUEUED, EventKind.CLAIMED, EventKind.COMPLETED]
 
 
 # In a loop

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from holdfast import (
+    EventKind,
     Failure,
     Holdfast,
     HoldfastError,
     JobFailed,
-    Kind,
     NotOpen,
     OptionError,
     PermanentError,
@@ -55,7 +55,7 @@ async def test_drain_runs_what_is_ready_and_what_that_makes_ready(app: Holdfast[
         await down.enqueue(3)
         events = await jobs.drain()
         assert ran == [3, 2, 1, 0]
-        assert [event.kind for event in events] == [Kind.COMPLETED] * 4
+        assert [event.kind for event in events] == [EventKind.COMPLETED] * 4
         assert await jobs.drain() == []
 
 
@@ -84,8 +84,8 @@ async def test_drain_runs_jobs_of_all_tasks_and_says_how_each_ended(app: Holdfas
         await bad.using(id="b").enqueue()
         events = {event.id: event for event in await jobs.drain()}
         assert events.keys() == {"a", "b"}
-        assert (events["a"].kind, events["a"].queue, events["a"].attempt) == (Kind.COMPLETED, "good", 1)
-        assert events["b"].kind is Kind.FAILED
+        assert (events["a"].kind, events["a"].queue, events["a"].attempt) == (EventKind.COMPLETED, "good", 1)
+        assert events["b"].kind is EventKind.FAILED
         assert events["b"].error is not None
         assert events["b"].error.message == "on purpose"
 
@@ -212,11 +212,11 @@ async def test_backoffs_grow_on_the_clock_of_the_rehearsal(app: Holdfast[Any]) -
 
     with rehearse(app) as jobs:
         handle = await flaky.enqueue()
-        assert [event.kind for event in await jobs.drain()] == [Kind.RETRIED]
+        assert [event.kind for event in await jobs.drain()] == [EventKind.RETRIED]
         assert await jobs.advance(59) == []
-        assert [event.kind for event in await jobs.advance(20)] == [Kind.RETRIED]
+        assert [event.kind for event in await jobs.advance(20)] == [EventKind.RETRIED]
         assert await jobs.advance(60) == []
-        assert [event.kind for event in await jobs.advance(hours=2)] == [Kind.RETRIED, Kind.FAILED]
+        assert [event.kind for event in await jobs.advance(hours=2)] == [EventKind.RETRIED, EventKind.FAILED]
         with pytest.raises(JobFailed) as raised:
             await handle.result(wait=0)
         assert raised.value.attempts == 4
@@ -228,7 +228,7 @@ async def test_advance_runs_what_is_ready_now_as_well(app: Holdfast[Any]) -> Non
 
     with rehearse(app) as jobs:
         await now.enqueue()
-        assert [event.kind for event in await jobs.advance(0)] == [Kind.COMPLETED]
+        assert [event.kind for event in await jobs.advance(0)] == [EventKind.COMPLETED]
         with pytest.raises(OptionError, match="advance goes forward"):
             await jobs.advance(-1)
 
@@ -275,8 +275,11 @@ async def test_ran_tells_of_one_task_or_of_all(app: Holdfast[Any]) -> None:
         await one.using(id="a").enqueue()
         await two.using(id="b").enqueue()
         await jobs.advance(60)
-        assert [(run.id, run.kind) for run in jobs.ran(one)] == [("a", Kind.COMPLETED)]
-        assert [(run.attempt, run.kind) for run in jobs.ran("two")] == [(1, Kind.RETRIED), (2, Kind.COMPLETED)]
+        assert [(run.id, run.kind) for run in jobs.ran(one)] == [("a", EventKind.COMPLETED)]
+        assert [(run.attempt, run.kind) for run in jobs.ran("two")] == [
+            (1, EventKind.RETRIED),
+            (2, EventKind.COMPLETED),
+        ]
         assert len(jobs.ran()) == 3
         assert jobs.ran("three") == []
 
@@ -289,7 +292,7 @@ async def test_hooks_and_resources_are_used_in_a_rehearsal(tmp_path: Path) -> No
         yield {"db": "open"}
 
     app: Holdfast[Any] = Holdfast(f"sqlite:///{tmp_path}/real.db", lifespan=lifespan)
-    heard: list[Kind] = []
+    heard: list[EventKind] = []
     app.on_event(lambda event: heard.append(event.kind))
 
     @app.task(name="uses")
@@ -300,7 +303,7 @@ async def test_hooks_and_resources_are_used_in_a_rehearsal(tmp_path: Path) -> No
         handle = await uses.enqueue()
         await jobs.drain()
         assert await handle.result(wait=0) == "open"
-    assert heard == [Kind.CLAIMED, Kind.COMPLETED]
+    assert heard == [EventKind.CLAIMED, EventKind.COMPLETED]
 
 
 # The app's own storage

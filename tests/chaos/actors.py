@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from holdfast import HoldfastError, Update
-from holdfast._client.session import Bound
+from holdfast._client.session import BoundRequest
 from tests.chaos import history
 from tests.chaos.history import pen
 from tests.chaos.setting import DAY_S, LEASE_S, MILD, RATE, WAYS, ending
@@ -105,7 +105,7 @@ class Producer(Actor):
         await app.enqueue_many(bounds)
         return len(bounds)
 
-    def _bound(self) -> Bound[Any]:
+    def _bound(self) -> BoundRequest[Any]:
         queue = self.rng.choices(("work", "plain", "thread", "pulled"), (45, 45, 6, 4))[0]
         options: dict[str, Any] = {"result_ttl": DAY_S, "priority": self.rng.choice((5, 5, 5, 5, 2, 8))}
         if self.rng.random() < 0.15:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Holdfast, HoldfastError
-from holdfast._core.events import Kind, Topic
+from holdfast._core.events import EventKind, Topic
 from tests.chaos import history, places, recorded, wreck
 from tests.chaos.nemesis import Nemesis, Player
 from tests.chaos.places import ServerPlace
@@ -185,7 +185,7 @@ class Director:
             with suppress(HoldfastError):
                 async with self.app.storage.subscribe(*(Topic(name, "all") for name in names)) as events:
                     async for event in events:
-                        if event.kind is Kind.STALLED:
+                        if event.kind is EventKind.STALLED:
                             history.pen().write(history.Stalled(queue=event.queue, id=event.id))
             await asyncio.sleep(0.2)
 

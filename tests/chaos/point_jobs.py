@@ -491,7 +491,7 @@ async def operate(program: Program) -> None:
 async def _dropped_by_another(program: Program, queue: Any) -> None:
     """A queue that this client knows, and that is made anew because another client has dropped it."""
     await queue.enqueue(1, id="first")
-    async with program.app.storage.twin() as other:
+    async with program.app.storage.clone() as other:
         await other.purge(queue.name, tuple(State))
         await other.purge(queue.name, tuple(State), drop=True)
     await queue.enqueue(1, id="second")

@@ -31,7 +31,7 @@ from tests.chaos import points
 from tests.chaos.points import Action, Plan, Side
 
 SHORTER: dict[str, dict[str, Any]] = {
-    "_core.events": {"LOOK_EVERY_S": 0.1},
+    "_core.events": {"POLL_INTERVAL_S": 0.1},
     "_worker.settler": {"TRY_AGAIN_S": (0.02, 0.5), "GIVE_UP_S": 1.0},
     "_client.waiters": {"ASK_AGAIN_S": 0.1},
     "storage.redis.notify": {"QUIET_S": 0.2},

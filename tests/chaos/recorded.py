@@ -106,12 +106,12 @@ def _claim_of(job: jobs.Job) -> history.Claim:
 def _settle(verb: Any) -> Any:
     async def settle(
         self: CheckedStorage, queue: str, batch: Sequence[jobs.Settlement], *, worker: str
-    ) -> list[jobs.Settled]:
+    ) -> list[jobs.SettleResult]:
         call = pen().number()
         settlements = [history.Settlement(one.id, one.fence, _how(one)) for one in batch]
         pen().write(history.Settling(call=call, queue=queue, worker=worker, batch=settlements))
 
-        def reply(answer: list[jobs.Settled]) -> history.Line:
+        def reply(answer: list[jobs.SettleResult]) -> history.Line:
             return history.Settled(call=call, replies=[str(one) for one in answer])
 
         return await _noted(verb(self, queue, batch, worker=worker), reply, call, history.Settled)
@@ -120,15 +120,15 @@ def _settle(verb: Any) -> Any:
 
 
 def _how(settlement: jobs.Settlement) -> str:
-    return settlement.counts if isinstance(settlement, jobs.Retry) else type(settlement).__name__.lower()
+    return settlement.counts if isinstance(settlement, jobs.RetrySettlement) else type(settlement).__name__.lower()
 
 
 def _cancel(verb: Any) -> Any:
-    async def cancel(self: CheckedStorage, queue: str, ids: Sequence[str]) -> list[jobs.Cancelled]:
+    async def cancel(self: CheckedStorage, queue: str, ids: Sequence[str]) -> list[jobs.CancelResult]:
         call = pen().number()
         pen().write(history.Cancelling(call=call, queue=queue, ids=list(ids)))
 
-        def reply(answer: list[jobs.Cancelled]) -> history.Line:
+        def reply(answer: list[jobs.CancelResult]) -> history.Line:
             return history.Cancelled(call=call, replies=[one.value for one in answer])
 
         return await _noted(verb(self, queue, ids), reply, call, history.Cancelled)

@@ -14,8 +14,8 @@ Then a healthy process finishes what is left, on a clock that is past all leases
 
 All of them take minutes: `HOLDFAST_POINTS=all`. The default run has one of each point, with storage, side and action in
 turn, and all that are `late`. `HOLDFAST_POINTS=CASE` runs one case alone, by the name that its failure has, such as
-`HOLDFAST_POINTS=valkey:work:drain.Drain._send#2:after:crash:1`: storage, program, point, side, action, and at which of
-the times that the point is reached.
+`HOLDFAST_POINTS=valkey:work:_worker.settler.Settler._send#2:after:crash:1`: storage, program, point, side, action, and
+at which of the times that the point is reached.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ MANY_HITS = (1, 2, 5)
 """Which of the times a point is reached, when all are run."""
 
 UNREACHED = {
-    "_client.session.Connection.*_beside#*": "blocking calls open another storage: tests/app/test_sync.py",
-    "_worker.hooks.Teller.run#[34]": "hooks on threads are for child processes",
+    "_client.session.Session.*_beside#*": "blocking calls open another storage: tests/app/test_sync.py",
+    "_worker.hooks.HookDispatcher.run#[34]": "hooks on threads are for child processes",
     "_worker.inline._awaited#1": "steps are watched in child processes",
     "_worker.processes.pool.Pool.open#4": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code anew",
     "_worker.processes.pool.Pool._roll#*": "the same",
-    "_worker.processes.child_handle.Child._greeting#3": "a child that does not get as far as to greet",
+    "_worker.processes.child_handle.ChildHandle._greeting#3": "a child that does not get as far as to greet",
     "_worker.processes.os_process.Process._until_the_group_is_gone#1": "a child left processes of its own behind",
     "storage.audit#2": "an audit of more than a page",
     "storage.local.base.LocalStorage._look#1": "memory's: SQLite has its own",
@@ -71,21 +71,21 @@ UNREACHED = {
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
     "storage.redis.RedisStorage._settle#3": "another client drops the fail handler's queue meanwhile",
     "storage.redis.RedisStorage._purge#4": "another client makes a queue anew while it is dropped",
-    "storage.redis._Listening.__aenter__#3": "a server that cannot be listened to for ten seconds",
+    "storage.redis._ServerSubscription.__aenter__#3": "a server that cannot be listened to for ten seconds",
     "storage.redis.topology._opened#3": "a server that cannot be reached: tests/redis/test_trouble.py",
     "storage.redis.topology.OneServer.close#2": "clients that sentinels need: tests/redis/test_sentinel.py",
-    "storage.redis.connection.Wire.close#1": "closed while it connects",
-    "storage.redis.connection.Wire._open#2": "a server that cannot be reached",
+    "storage.redis.connection.ServerConnection.close#1": "closed while it connects",
+    "storage.redis.connection.ServerConnection._open#2": "a server that cannot be reached",
     "storage.redis.topology.ClusterServers.*": "a cluster: tests/redis/test_cluster.py",
     "storage.redis.RedisStorage._ready#1": "a cluster",
     "storage.redis.calls.Calls._routed#[2345]": "a cluster",
     "storage.redis.calls.Calls._in_time#*": "a cluster",
-    "storage.redis.notify.Ear._run#3": "a cluster",
-    "storage.redis.topology._Line.read#1": "a cluster",
-    "storage.redis.notify.Ear._find_again#*": "a cluster",
+    "storage.redis.notify.PubSubListener._run#3": "a cluster",
+    "storage.redis.topology._TakeoverMixin.read#1": "a cluster",
+    "storage.redis.notify.PubSubListener._find_again#*": "a cluster",
     "storage.redis.RedisStorage._list#1": "a cluster",
     "storage.redis.RedisStorage._purge#[234]": "what follows a drop in a cluster",
-    "storage.redis.notify.Ear._watch#2": "a connection that has been quiet for long: not every run has one",
+    "storage.redis.notify.PubSubListener._watch#2": "a connection that has been quiet for long: not every run has one",
 }
 """Points that no program reaches without a fault, or none reaches for sure, and why."""
 

@@ -9,7 +9,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from holdfast import Cancelled, Holdfast, State
+from holdfast import CancelResult, Holdfast, State
 from tests import servers
 from tests.cli.running import Edge, edge_on, ended, on_both, run
 from tests.worker.conftest import until
@@ -51,7 +51,7 @@ async def test_cancel_says_what_became_of_each_job_and_is_1_if_none_could_be_sto
         assert lease is not None
         assert await lease.extend()
         assert lease.cancel_asked
-        assert await queue.cancel("runs") is Cancelled.ASKED
+        assert await queue.cancel("runs") is CancelResult.ASKED
         assert await edge.run("cancel", "q", "over", "nobody") == (1, "finished over\nmissing nobody\n", "")
         await lease.release()
 
@@ -314,8 +314,8 @@ async def test_purge_asks_first_and_deletes_only_what_was_named(storage: str, tm
             assert said.out.startswith("Delete all waiting, completed, failed, cancelled jobs of q? [y/N]: ")
             assert "deleted" not in said.out
         assert await states(edge) == before
-        named = await edge.run("purge", "q", "--state", "failed", "--state", "completed", "--yes")
-        assert named == (0, "2 jobs deleted\n", "")
+        custom_id = await edge.run("purge", "q", "--state", "failed", "--state", "completed", "--yes")
+        assert custom_id == (0, "2 jobs deleted\n", "")
         assert await states(edge) == {"runs": "running", "waits": "waiting"}
         yes = await edge.run("purge", "q", given="y\n")
         assert yes.status == 0

@@ -56,10 +56,10 @@ class Reader:
 
     def program(self, code: str, number: int) -> None:
         """A program. One that a shell line runs later is only written."""
-        named = re.match(r"# (\w+\.py)\n", code)
-        name = named[1] if named else f"program_{number}.py"
+        custom_id = re.match(r"# (\w+\.py)\n", code)
+        name = custom_id[1] if custom_id else f"program_{number}.py"
         (self.folder / name).write_text(code)
-        if not named:
+        if not custom_id:
             self.run([sys.executable, name], PRINTS.findall(code))
 
     async def shell(self, code: str) -> None:
@@ -145,7 +145,7 @@ def test_every_public_name_is_in_the_api_reference() -> None:
 
 
 PUBLIC = {
-    holdfast.Holdfast: {"inside", "defer", "rehearse", "rehearsal"},  # for the rest of the package, as they say
+    holdfast.Holdfast: {"parts", "defer", "rehearse", "rehearsal"},  # for the rest of the package, as they say
     holdfast.Task: set[str](),
     holdfast.Handle: set[str](),
     holdfast.Queue: {"PURGED", "app", "policy"},
@@ -220,7 +220,7 @@ def test_the_command_reference_has_every_command_and_option() -> None:
 
 @pytest.mark.parametrize("page", ["guarantees.md", "reliability.md"])
 def test_every_test_that_a_page_names_is_there(page: str) -> None:
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / page).read_text())
-    assert len(named) > 10
-    for file, test in named:
+    custom_id = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / page).read_text())
+    assert len(custom_id) > 10
+    for file, test in custom_id:
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"

@@ -356,8 +356,8 @@ async def test_the_shell_worker_of_the_help_works(run: Run, app: Holdfast[Any]) 
 def forged(token: str, **changes: Any) -> str:
     """A token with some parts of another."""
     parts = msgspec.msgpack.decode(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
-    named = dict(zip(["queue", "id", "fence", "worker", "length_ms"], parts, strict=True)) | changes
-    return base64.urlsafe_b64encode(msgspec.msgpack.encode(list(named.values()))).decode().rstrip("=")
+    custom_id = dict(zip(["queue", "id", "fence", "worker", "length_ms"], parts, strict=True)) | changes
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(list(custom_id.values()))).decode().rstrip("=")
 
 
 async def test_a_token_that_was_not_given_out_settles_nothing(run: Run, app: Holdfast[Any], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ async def stage(proxy: Proxy) -> AsyncIterator[Stage]:
 
 
 @pytest.fixture
-async def twin(server: Server) -> AsyncIterator[Stage]:
+async def clone(server: Server) -> AsyncIterator[Stage]:
     """What happens to this one happens undisturbed: in another namespace, on a clock that shows the same."""
     async with opened(server.url) as stage:
         yield stage

@@ -12,8 +12,8 @@ from redis.crc import key_slot
 
 from holdfast._client.waiters import wait
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind, Topic
-from holdfast._core.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
+from holdfast._core.events import EventKind, Topic
+from holdfast._core.jobs import CancelResult, KeepResult, Placed, Request, SettleResult, State, Work
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.redis import RedisStorage, of_client
@@ -64,16 +64,16 @@ async def test_every_verb_works_with_queues_on_different_nodes(
         stage = Stage(storage, clock, name)
         for id in ("done", "failed", "again", "back", "stale", "gone", "kept"):
             assert (await stage.enqueue(id)).placed is Placed.NEW
-        assert await stage.cancel("gone") is Cancelled.CANCELLED
-        assert await stage.keep("kept", 60) is Kept.LIVE
+        assert await stage.cancel("gone") is CancelResult.CANCELLED
+        assert await stage.keep("kept", 60) is KeepResult.LIVE
         jobs = {job.id: job for job in await stage.claim(10)}
         assert list(jobs) == ["done", "failed", "again", "back", "stale", "kept"]
         assert (await stage.extend(jobs["done"])).lost == []
-        assert await stage.complete(jobs["done"]) is Settled.OK
-        assert await stage.fail(jobs["failed"], follow_up=Work(b"alert")) is Settled.OK
-        assert await stage.retry(jobs["again"]) is Settled.OK
-        assert await stage.release(jobs["back"]) is Settled.OK
-        assert await stage.complete(jobs["kept"]) is Settled.OK
+        assert await stage.complete(jobs["done"]) is SettleResult.OK
+        assert await stage.fail(jobs["failed"], follow_up=Work(b"alert")) is SettleResult.OK
+        assert await stage.retry(jobs["again"]) is SettleResult.OK
+        assert await stage.release(jobs["back"]) is SettleResult.OK
+        assert await stage.complete(jobs["kept"]) is SettleResult.OK
         assert (await stage.expire()).stalled == ["stale"]
         (follow_up,) = (await storage.scan(f"{name}/failed")).jobs
         assert follow_up.id.startswith("failed@")
@@ -102,7 +102,7 @@ async def test_hints_and_answers_arrive_from_every_node(cluster: Cluster, storag
                     await asyncio.sleep(0)
                 await stage.complete(job, b"result")
                 assert (await waiter).result == b"result"
-                assert (await heard(events, 3))[::2] == [(Kind.ENQUEUED, "a"), (Kind.COMPLETED, "a")]
+                assert (await heard(events, 3))[::2] == [(EventKind.ENQUEUED, "a"), (EventKind.COMPLETED, "a")]
 
 
 async def test_many_queues_at_once_go_to_their_own_nodes(cluster: Cluster, storage: Storage) -> None:

@@ -10,7 +10,19 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast._core.jobs import Cancelled, Complete, Enqueued, Fail, Job, Placed, Request, Settled, State, Update, Work
+from holdfast._core.jobs import (
+    CancelResult,
+    Complete,
+    Enqueued,
+    Fail,
+    Job,
+    Placed,
+    Request,
+    SettleResult,
+    State,
+    Update,
+    Work,
+)
 from holdfast.errors import OptionError
 from holdfast.storage import Settlement, audit, connect
 from holdfast.storage.redis.script import BODY
@@ -109,7 +121,7 @@ async def miscounted(stage: Stage) -> None:
 async def enqueue_many(stage: Stage) -> object:
     """One of each: new, new twice, duplicate, updated, deferred, cached, and one that brings nothing."""
     requests = [
-        Request("new", Work(b"1"), named=True),
+        Request("new", Work(b"1"), custom_id=True),
         Request("new", Work(b"2", priority=1), delay_ms=5000, update=Update()),
         Request("c", Work(b"3")),
         Request("c", Work(b"4"), update=Update(), keep_ms=1000),
@@ -193,31 +205,31 @@ CASES: dict[str, tuple[str, Prepare, Act]] = {
 @pytest.mark.parametrize("verdict", ["cut", "half"])
 @pytest.mark.parametrize("case", CASES)
 async def test_a_call_whose_reply_is_lost_is_made_again_with_one_effect_and_the_same_reply(
-    proxy: Proxy, stage: Stage, twin: Stage, case: str, verdict: str
+    proxy: Proxy, stage: Stage, clone: Stage, case: str, verdict: str
 ) -> None:
     verb, prepare, act = CASES[case]
     await prepare(stage)
-    await prepare(twin)
-    assert await contents(stage) == await contents(twin)
+    await prepare(clone)
+    assert await contents(stage) == await contents(clone)
     start = len(proxy.log)
     proxy.rule = lost(verb, verdict)
-    assert await act(stage) == await act(twin)
+    assert await act(stage) == await act(clone)
     calls = applied(proxy.log[start:], verb)
     assert len(calls) == 2, "it was not sent twice"
     assert call_of(calls[0]) == call_of(calls[1])
     assert calls[0].connection != calls[1].connection
-    assert await contents(stage) == await contents(twin)
-    assert listed(stage) == listed(twin)
+    assert await contents(stage) == await contents(clone)
+    assert listed(stage) == listed(clone)
 
 
 @pytest.mark.parametrize("verdict", ["cut", "half"])
 async def test_what_comes_after_a_lost_reply_goes_on_as_if_nothing_had_been(
-    proxy: Proxy, stage: Stage, twin: Stage, verdict: str
+    proxy: Proxy, stage: Stage, clone: Stage, verdict: str
 ) -> None:
     """A whole life, with every second reply lost."""
     cut = iter(range(1000))
     proxy.rule = lambda exchange: verdict if call_of(exchange) and next(cut) % 2 == 0 else "pass"
-    for each in (stage, twin):
+    for each in (stage, clone):
         await following(each)
         await each.retry(await each.the("a"), delay=1)
         await each.fail(await each.the("b"), follow_up=Work(b"f"))
@@ -225,10 +237,10 @@ async def test_what_comes_after_a_lost_reply_goes_on_as_if_nothing_had_been(
         assert [job.id for job in await each.claim(9, worker="w2")] == ["c", "a"]
         await each.expire()
         assert [job.id for job in await each.claim(9, worker="w3")] == ["c", "a"]
-        assert await each.complete(await each.the("a"), worker="w3") is Settled.OK
+        assert await each.complete(await each.the("a"), worker="w3") is SettleResult.OK
         await each.cancel("c")
     proxy.rule = None
-    assert await contents(stage) == await contents(twin)
+    assert await contents(stage) == await contents(clone)
 
 
 async def purge_one(stage: Stage) -> object:
@@ -260,18 +272,18 @@ LATE: dict[str, tuple[Prepare, Act, Act]] = {
 
 @pytest.mark.parametrize("verb", LATE)
 async def test_a_first_copy_that_comes_after_a_later_call_is_refused_and_changes_nothing(
-    proxy: Proxy, stage: Stage, twin: Stage, verb: str
+    proxy: Proxy, stage: Stage, clone: Stage, verb: str
 ) -> None:
     prepare, act, act_again = LATE[verb]
     await prepare(stage)
-    await prepare(twin)
+    await prepare(clone)
     proxy.before = first(lambda exchange: is_call(exchange, verb), "hold")
-    assert await act(stage) == await act(twin)
-    assert await act_again(stage) == await act_again(twin)
+    assert await act(stage) == await act(clone)
+    assert await act_again(stage) == await act_again(clone)
     if verb == "enqueue":  # What came between may have made room for the late copy to do harm.
-        assert await stage.cancel("a") == await twin.cancel("a")
+        assert await stage.cancel("a") == await clone.cancel("a")
     before = await contents(stage)
-    assert before == await contents(twin)
+    assert before == await contents(clone)
     assert await proxy.release() == [b"-HOLDFAST_SUPERSEDED\r\n"]
     assert await contents(stage) == before
 
@@ -326,10 +338,10 @@ async def crowd(stage: Stage) -> list[object]:
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 async def test_a_pipeline_that_is_cut_anywhere_gives_all_callers_what_they_would_have_got(
-    proxy: Proxy, server: Server, twin: Stage, moment: str
+    proxy: Proxy, server: Server, clone: Stage, moment: str
 ) -> None:
-    await before_the_crowd(twin)
-    replies, after = await crowd(twin), await contents(twin)
+    await before_the_crowd(clone)
+    replies, after = await crowd(clone), await contents(clone)
     position, was_cut = 0, True
     while was_cut:
         seen: list[Exchange] = []
@@ -352,10 +364,10 @@ async def test_a_pipeline_that_is_cut_anywhere_gives_all_callers_what_they_would
 
 
 async def test_a_pipeline_that_is_cut_again_and_again_ends_all_the_same(
-    proxy: Proxy, stage: Stage, twin: Stage
+    proxy: Proxy, stage: Stage, clone: Stage
 ) -> None:
     """Each connection is good for one reply."""
-    for each in (stage, twin):
+    for each in (stage, clone):
         await before_the_crowd(each)
     served: set[int] = set()
 
@@ -367,10 +379,10 @@ async def test_a_pipeline_that_is_cut_again_and_again_ends_all_the_same(
         return "cut" if again else "pass"
 
     proxy.rule = once_each
-    assert await crowd(stage) == await crowd(twin)
+    assert await crowd(stage) == await crowd(clone)
     proxy.rule = None
     assert len(served) > 5
-    assert await contents(stage) == await contents(twin)
+    assert await contents(stage) == await contents(clone)
 
 
 # The list of queues
@@ -433,11 +445,11 @@ async def test_a_repeated_enqueue_of_what_is_completed_brings_no_other_generatio
         assert reply.outcome is None or reply.outcome.generation == reply.generation
 
 
-async def test_a_cached_outcome_is_told_also_when_the_same_call_starts_the_job_anew(twin: Stage) -> None:
-    await finished(twin)
-    outcome = (await twin.the("a")).outcome
+async def test_a_cached_outcome_is_told_also_when_the_same_call_starts_the_job_anew(clone: Stage) -> None:
+    await finished(clone)
+    outcome = (await clone.the("a")).outcome
     requests = [Request("a", Work(b"1")), Request("a", Work(b"2"), update=Update())]
-    cached, started = await twin.storage.enqueue("q", requests)
+    cached, started = await clone.storage.enqueue("q", requests)
     assert (cached.placed, started.placed) == (Placed.COMPLETED, Placed.NEW)
     assert cached.outcome == outcome
 
@@ -489,7 +501,7 @@ async def test_a_repeated_claim_leaves_out_what_another_holds_by_now(
         proxy.refuse = False
         (held,) = await claiming
         assert (held.id, held.fence) == ("b", fences["b"])
-        assert await stage.complete(held) is Settled.OK
+        assert await stage.complete(held) is SettleResult.OK
         assert await stage.problems() == []
 
 
@@ -542,7 +554,7 @@ async def test_a_cancelled_enqueue_was_made_if_it_was_sent_and_the_next_gets_its
                 *(fresh.enqueue(f"{n}") for n in range(3)), fresh.cancel("second")
             )
             assert [reply.id for reply in replies if isinstance(reply, Enqueued)] == ["0", "1", "2"]
-            assert cancelling is Cancelled.CANCELLED
+            assert cancelling is CancelResult.CANCELLED
             for id in ("first", f"third {turns}"):
                 there = await fresh.get(id) is not None
                 mine = [
@@ -588,7 +600,7 @@ async def test_a_cancelled_claim_leaves_leases_that_are_taken_back_and_the_next_
         assert (await stage.sweep(worker="gone")).stalled == theirs
         mine += await stage.claim(4, worker="w1")
         assert sorted(job.id for job in mine) == ids
-        assert [await stage.complete(job, ttl=0) for job in mine] == [Settled.OK] * 4
+        assert [await stage.complete(job, ttl=0) for job in mine] == [SettleResult.OK] * 4
     assert await stage.problems() == []
 
 
@@ -600,13 +612,13 @@ async def test_a_cancelled_settle_counts_if_it_was_sent_and_the_next_gets_its_ow
         await stage.enqueue(f"b{turns}")
         a, b = await stage.claim(2)
         await cancelled_after(turns, stage.complete(a, b"of a"))
-        assert await stage.fail(b, b"of b") is Settled.OK
+        assert await stage.fail(b, b"of b") is SettleResult.OK
         a_after, b_after = await stage.the(a.id), await stage.the(b.id)
         assert a_after.state is (State.COMPLETED if sent(proxy, "settle", a.id) else State.RUNNING)
         assert b_after.outcome is not None
         assert b_after.outcome.error == b"of b"
         again = await stage.complete(a, b"of a")
-        assert again is (Settled.LOST if a_after.outcome else Settled.OK)
+        assert again is (SettleResult.LOST if a_after.outcome else SettleResult.OK)
     assert await stage.problems() == []
 
 

@@ -15,7 +15,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError, ResponseError, WatchError
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind, Topic
+from holdfast._core.events import EventKind, Topic
 from holdfast._core.jobs import Placed, Request, Update, Work
 from holdfast.errors import OptionError
 from holdfast.storage import connect
@@ -63,7 +63,7 @@ def note(client: redis.Redis) -> Iterator[str]:
 
 
 def request(id: str = "a", payload: bytes | None = b"payload", **options: Any) -> Request:
-    return Request(id, Work(payload), named=True, **options)
+    return Request(id, Work(payload), custom_id=True, **options)
 
 
 # Transactions that do not happen
@@ -180,7 +180,7 @@ async def test_a_worker_that_waits_is_woken(stage: Stage, client: redis.Redis) -
         pipeline.execute()
         async with asyncio.timeout(10):
             assert (await anext(woken)).queue == "q"
-        assert await heard(events, 2) == [(Kind.ENQUEUED, "a"), (Kind.ENQUEUED, "b")]
+        assert await heard(events, 2) == [(EventKind.ENQUEUED, "a"), (EventKind.ENQUEUED, "b")]
 
 
 async def test_who_enqueued_so_and_waits_is_told_of_the_end(stage: Stage, client: redis.Redis) -> None:
@@ -189,7 +189,7 @@ async def test_who_enqueued_so_and_waits_is_told_of_the_end(stage: Stage, client
     pipeline.execute()
     async with stage.storage.subscribe(Topic("q", "ends", "a")) as events:
         await stage.complete(await stage.claim_one())
-        assert await heard(events, 1) == [(Kind.COMPLETED, "a")]
+        assert await heard(events, 1) == [(EventKind.COMPLETED, "a")]
 
 
 async def test_a_client_that_takes_all_for_text_can_read_the_reply(server: Server, stage: Stage) -> None:

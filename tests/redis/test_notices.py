@@ -10,7 +10,7 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._client.waiters import wait
-from holdfast._core.events import Event, Kind, Topic
+from holdfast._core.events import Event, EventKind, Topic
 from holdfast._core.jobs import Outcome, Request, State, Update, Work
 from holdfast.errors import JobCancelled
 from holdfast.storage.redis import notify
@@ -33,7 +33,7 @@ async def other(server: Server, stage: Stage) -> AsyncIterator[Stage]:
 @pytest.fixture
 def only_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at the record without a hint: what was not told is not learnt in time."""
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 60.0)
 
 
 @pytest.fixture
@@ -193,17 +193,17 @@ async def test_a_subscription_that_was_cut_off_hears_again_and_is_told_to_look(
         await until(lambda: listeners() == [channel.encode(), 1])
         assert (await heard_of(events, "")).queue == "q"  # Something may have happened: look.
         await other.enqueue("after")
-        assert (await heard_of(events, "after")).kind is Kind.ENQUEUED
+        assert (await heard_of(events, "after")).kind is EventKind.ENQUEUED
 
 
 async def test_a_listener_that_leaves_and_comes_back_at_once_keeps_its_connection(
-    server: Server, twin: Stage, caplog: pytest.LogCaptureFixture
+    server: Server, clone: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "holdfast")
-    async with twin.storage.subscribe(Topic("q2")):
+    async with clone.storage.subscribe(Topic("q2")):
         for n in range(3):
-            async with twin.storage.subscribe(Topic("q")) as events, asyncio.timeout(5):
-                await twin.enqueue(f"{n}")
+            async with clone.storage.subscribe(Topic("q")) as events, asyncio.timeout(5):
+                await clone.enqueue(f"{n}")
                 assert (await anext(events)).id == f"{n}"
     assert "broke" not in caplog.text
 
@@ -234,45 +234,45 @@ async def listening(server: Server, number: int) -> None:
     await until(lambda: server.info("clients")["blocked_clients"] == f"{number}")
 
 
-async def test_a_queue_has_at_most_one_token(server: Server, twin: Stage) -> None:
+async def test_a_queue_has_at_most_one_token(server: Server, clone: Stage) -> None:
     for n in range(5):
-        await twin.enqueue(f"{n}")
-        assert server.command("LLEN", key(twin, "wake")) == 1
-    job = await twin.claim_one()
-    await twin.retry(job)
-    await twin.claim(2)
-    assert server.command("LLEN", key(twin, "wake")) == 1
+        await clone.enqueue(f"{n}")
+        assert server.command("LLEN", key(clone, "wake")) == 1
+    job = await clone.claim_one()
+    await clone.retry(job)
+    await clone.claim(2)
+    assert server.command("LLEN", key(clone, "wake")) == 1
 
 
 @pytest.mark.usefixtures("patient_bell")
 async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_the_other(
-    server: Server, twin: Stage
+    server: Server, clone: Stage
 ) -> None:
-    async with opened(server.url, like=twin) as second, opened(server.url, like=twin) as producer:
+    async with opened(server.url, like=clone) as second, opened(server.url, like=clone) as producer:
         topic = Topic("q", "wake")
-        async with twin.storage.subscribe(topic) as events, second.storage.subscribe(topic) as other_events:
+        async with clone.storage.subscribe(topic) as events, second.storage.subscribe(topic) as other_events:
             await listening(server, 2)
             await producer.storage.enqueue("q", [Request("a", Work(b"")), Request("b", Work(b""))])
             calls = [asyncio.create_task(rung(each)) for each in (events, other_events)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             await listening(server, 1)  # Whoever was woken knows of work: other tokens are not for it.
             assert [call.done() for call in calls].count(True) == 1
-            assert server.command("LLEN", key(twin, "wake")) == 0
-            woken = twin if calls[0].done() else second
+            assert server.command("LLEN", key(clone, "wake")) == 0
+            woken = clone if calls[0].done() else second
             await woken.claim_one()
             await asyncio.gather(*calls)
             await listening(server, 0)
             assert len(await woken.claim(1)) == 1
-            assert server.command("LLEN", key(twin, "wake")) == 0  # Nothing is left: nobody is woken.
+            assert server.command("LLEN", key(clone, "wake")) == 0  # Nothing is left: nobody is woken.
             assert await woken.claim(1) == []
             await listening(server, 1)  # Whoever has found nothing stands in line again.
 
 
-async def test_a_token_that_lies_there_wakes_whoever_comes(server: Server, twin: Stage) -> None:
-    await twin.enqueue("a")
-    async with twin.storage.subscribe(Topic("q", "wake")) as events:
+async def test_a_token_that_lies_there_wakes_whoever_comes(server: Server, clone: Stage) -> None:
+    await clone.enqueue("a")
+    async with clone.storage.subscribe(Topic("q", "wake")) as events:
         await rung(events)
-    assert server.command("LLEN", key(twin, "wake")) == 0
+    assert server.command("LLEN", key(clone, "wake")) == 0
 
 
 async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, stage: Stage, other: Stage) -> None:
@@ -284,10 +284,10 @@ async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, st
 
 
 @pytest.mark.usefixtures("patient_bell")
-async def test_who_has_left_takes_no_token_from_who_listens(server: Server, twin: Stage) -> None:
+async def test_who_has_left_takes_no_token_from_who_listens(server: Server, clone: Stage) -> None:
     topic = Topic("q", "wake")
-    async with opened(server.url, like=twin) as leaving, opened(server.url, like=twin) as producer:
-        first, second = leaving.storage.subscribe(topic), twin.storage.subscribe(topic)
+    async with opened(server.url, like=clone) as leaving, opened(server.url, like=clone) as producer:
+        first, second = leaving.storage.subscribe(topic), clone.storage.subscribe(topic)
         await first.__aenter__()
         await listening(server, 1)
         async with second as events:
@@ -298,11 +298,11 @@ async def test_who_has_left_takes_no_token_from_who_listens(server: Server, twin
                 await anext(events)
 
 
-async def test_a_second_queue_is_listened_to_beside_the_first(server: Server, twin: Stage) -> None:
-    async with opened(server.url, like=twin) as producer:
-        async with twin.storage.subscribe(Topic("q", "wake")) as events:
+async def test_a_second_queue_is_listened_to_beside_the_first(server: Server, clone: Stage) -> None:
+    async with opened(server.url, like=clone) as producer:
+        async with clone.storage.subscribe(Topic("q", "wake")) as events:
             await listening(server, 1)
-            async with twin.storage.subscribe(Topic("q2", "wake")) as events2:
+            async with clone.storage.subscribe(Topic("q2", "wake")) as events2:
                 await producer.storage.enqueue("q2", [Request("a", Work(b""))])
                 await rung(events2)
                 await producer.enqueue("a")

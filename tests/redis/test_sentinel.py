@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from redis.asyncio.sentinel import Sentinel
 
-from holdfast._core.jobs import Placed, Request, Settled, Work
+from holdfast._core.jobs import Placed, Request, SettleResult, Work
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Complete, audit, connect
 from holdfast.storage.redis import of_client
@@ -60,7 +60,7 @@ async def test_the_master_is_found_and_found_again_after_a_failover(watched: Wat
             assert after.generation > before.generation
             assert job.run is not None
             settled = await storage.settle("q", [Complete(job.id, job.run.fence)], worker="w")
-            assert settled == [Settled.OK]
+            assert settled == [SettleResult.OK]
         assert watched.replica.info("replication")["role"] == "master"
         assert (await audit(storage, "q")).problems == []
 

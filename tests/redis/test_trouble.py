@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Cancelled, Kept, Placed, Request, Settled, State, Work
+from holdfast._core.jobs import CancelResult, KeepResult, Placed, Request, SettleResult, State, Work
 from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnavailable
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import connection, of_client
@@ -96,7 +96,7 @@ async def test_a_library_that_is_flushed_under_fifty_calls_costs_none_of_them(
             asyncio.gather(*enqueues), asyncio.gather(*cancels), asyncio.gather(*gets)
         )
         assert [reply.id for (reply,) in replies] == [f"{n}" for n in range(40)]
-        assert cancelled == [[Cancelled.CANCELLED]] * 5
+        assert cancelled == [[CancelResult.CANCELLED]] * 5
         stats = (await storage.snapshot()).queues
         assert sum(queue.totals["enqueued"] for queue in stats) == 45
         assert await stage.problems() == []
@@ -123,21 +123,21 @@ def is_any_call(exchange: Exchange) -> bool:
 
 
 @pytest.mark.parametrize("error", NOT_READY, ids=lambda error: error.split()[0])
-async def test_a_call_outlasts_a_server_that_is_not_ready(proxy: Proxy, stage: Stage, twin: Stage, error: str) -> None:
-    for each in (stage, twin):
+async def test_a_call_outlasts_a_server_that_is_not_ready(proxy: Proxy, stage: Stage, clone: Stage, error: str) -> None:
+    for each in (stage, clone):
         await each.enqueue("a")
     proxy.before = first(is_any_call, f"error:{error}", times=3)
-    assert await stage.enqueue("b") == await twin.enqueue("b")
+    assert await stage.enqueue("b") == await clone.enqueue("b")
     proxy.before = first(is_any_call, f"error:{error}", times=2)
-    assert await stage.claim(2) == await twin.claim(2)
+    assert await stage.claim(2) == await clone.claim(2)
     proxy.before = first(is_any_call, f"error:{error}")
-    assert await stage.get("a") == await twin.get("a")
-    assert await contents(stage) == await contents(twin)
+    assert await stage.get("a") == await clone.get("a")
+    assert await contents(stage) == await contents(clone)
 
 
 @pytest.mark.parametrize("error", NOT_READY, ids=lambda error: error.split()[0])
 async def test_calls_behind_one_that_met_a_server_not_ready_are_made_once(
-    proxy: Proxy, stage: Stage, twin: Stage, error: str
+    proxy: Proxy, stage: Stage, clone: Stage, error: str
 ) -> None:
     async def crowd(stage: Stage) -> list[object]:
         calls: list[Coroutine[Any, Any, object]] = [
@@ -145,13 +145,13 @@ async def test_calls_behind_one_that_met_a_server_not_ready_are_made_once(
         ]
         return list(await asyncio.gather(*calls, stage.storage.claim("q1", 2, worker="w", lease_ms=1000)))
 
-    for each in (stage, twin):
+    for each in (stage, clone):
         for n in range(4):
             await each.storage.enqueue(f"q{n}", [Request("x", Work(b""))])
     calls = iter(range(1000))
     proxy.before = lambda exchange: f"error:{error}" if is_any_call(exchange) and next(calls) in (1, 3, 6) else "pass"
-    assert await crowd(stage) == await crowd(twin)
-    assert await contents(stage) == await contents(twin)
+    assert await crowd(stage) == await crowd(clone)
+    assert await contents(stage) == await contents(clone)
 
 
 async def test_a_storage_opens_on_a_server_that_is_still_loading(proxy: Proxy) -> None:
@@ -210,12 +210,12 @@ async def test_a_full_server_refuses_an_enqueue_and_nothing_is_changed(own: Serv
 
 async def test_a_full_server_still_lets_everything_else_be_done(full: Stage) -> None:
     storage = full.storage
-    assert await full.complete(await full.the("a")) is Settled.OK
-    assert await full.retry(await full.the("b")) is Settled.OK
+    assert await full.complete(await full.the("a")) is SettleResult.OK
+    assert await full.retry(await full.the("b")) is SettleResult.OK
     assert await full.extend(await full.the("c"), progress=b"half") is not None
     assert [job.id for job in await full.claim(2)] == ["f", "g"]
-    assert await full.keep("h", 5) is Kept.LIVE
-    assert await full.cancel("h") is Cancelled.CANCELLED
+    assert await full.keep("h", 5) is KeepResult.LIVE
+    assert await full.cancel("h") is CancelResult.CANCELLED
     await storage.pause("q", True)
     await storage.pause("q", False)
     assert (await full.sweep(worker="w1")).stalled == ["c", "d", "f", "g"]
@@ -227,7 +227,7 @@ async def test_a_full_server_still_lets_everything_else_be_done(full: Stage) -> 
 
 
 async def test_a_job_fails_with_its_follow_up_on_a_full_server(full: Stage) -> None:
-    assert await full.fail(await full.the("a"), follow_up=Work(b"f")) is Settled.OK
+    assert await full.fail(await full.the("a"), follow_up=Work(b"f")) is SettleResult.OK
     companion = await full.storage.scan("q/failed")
     assert len(companion.jobs) == 1
     assert [stats.queue for stats in (await full.storage.snapshot()).queues] == ["q", "q/failed"]
@@ -237,13 +237,13 @@ async def test_a_job_fails_with_its_follow_up_on_a_full_server(full: Stage) -> N
 async def test_a_worker_that_comes_to_a_full_server_drains_it(own: Server, full: Stage) -> None:
     async with opened(own.url, like=full) as other:
         job = await other.claim_one(worker="w2")
-        assert await other.complete(job, worker="w2") is Settled.OK
+        assert await other.complete(job, worker="w2") is SettleResult.OK
 
 
 async def test_a_full_server_that_does_not_know_the_library_is_drained_all_the_same(own: Server, full: Stage) -> None:
     own.command("FUNCTION", "FLUSH")
     job = await full.claim_one(worker="w2")
-    assert await full.complete(job, worker="w2") is Settled.OK
+    assert await full.complete(job, worker="w2") is SettleResult.OK
 
 
 async def test_a_queue_is_paused_on_a_full_server_by_a_client_that_never_used_it(own: Server) -> None:
@@ -260,7 +260,7 @@ async def test_a_server_that_has_lost_everything_is_begun_anew(own: Server, hurt
     job = await hurt.claim_one()
     own.command("FLUSHALL")
     own.command("FUNCTION", "FLUSH")
-    assert await hurt.complete(job) is Settled.LOST
+    assert await hurt.complete(job) is SettleResult.LOST
     assert (await hurt.enqueue("b")).placed is Placed.NEW
     await hurt.fail(await hurt.claim_one(), follow_up=Work(b"f"))
     assert [stats.queue for stats in (await hurt.storage.snapshot()).queues] == ["q", "q/failed"]
@@ -310,8 +310,8 @@ async def test_who_asks_again_after_no_answer_learns_what_became_of_the_first_ca
         assert [(job.id, job.attempts) for job in claimed] == [("a", 2)]  # What came too late was given back first.
         assert (await stage.the("b")).state is State.WAITING
         await _given_up(own, lambda: stage.complete(claimed[0]))
-        assert await stage.complete(claimed[0]) is Settled.OK
-        assert await stage.complete(claimed[0]) is Settled.LOST
+        assert await stage.complete(claimed[0]) is SettleResult.OK
+        assert await stage.complete(claimed[0]) is SettleResult.LOST
         await _given_up(own, lambda: stage.enqueue("c"))
         assert (await stage.enqueue("c")).placed is Placed.DUPLICATE  # It may be meant anew: nobody can tell.
         assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 3, "released": 2, "completed": 1}
@@ -329,18 +329,18 @@ async def _given_up(server: Server, call: Callable[[], Coroutine[Any, Any, objec
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_half_open_connection_is_given_up(proxy: Proxy, stage: Stage, twin: Stage) -> None:
-    for each in (stage, twin):
+async def test_a_half_open_connection_is_given_up(proxy: Proxy, stage: Stage, clone: Stage) -> None:
+    for each in (stage, clone):
         await each.enqueue("a")
     proxy.before = first(lambda exchange: is_call(exchange, "claim"), "stall")
     async with asyncio.timeout(5):
-        assert await stage.claim(1) == await twin.claim(1)
+        assert await stage.claim(1) == await clone.claim(1)
     proxy.before = first(lambda exchange: is_call(exchange, "enqueue"), "stall")
     async with asyncio.timeout(5):
         assert await asyncio.gather(*(stage.enqueue(f"{n}") for n in range(5))) == await asyncio.gather(
-            *(twin.enqueue(f"{n}") for n in range(5))
+            *(clone.enqueue(f"{n}") for n in range(5))
         )
-    assert await contents(stage) == await contents(twin)
+    assert await contents(stage) == await contents(clone)
 
 
 @pytest.mark.parametrize("turns", [1, 3, 30])
@@ -363,8 +363,8 @@ async def test_a_killed_server_that_logs_every_write_loses_nothing_that_was_ackn
             assert [job.id for job in more] == ["2", "3"]
             for reply in replies:
                 assert (await stage.the(reply.id)).generation == reply.generation
-            assert [await stage.complete(job) for job in held] == [Settled.OK] * 2
-            assert [await stage.complete(job, worker="w2") for job in more] == [Settled.OK] * 2
+            assert [await stage.complete(job) for job in held] == [SettleResult.OK] * 2
+            assert [await stage.complete(job, worker="w2") for job in more] == [SettleResult.OK] * 2
             assert (await stage.stats()).totals == {"enqueued": 35, "claimed": 4, "completed": 4}
             assert await stage.problems() == []
 
@@ -493,24 +493,24 @@ async def test_a_namespace_of_a_newer_layout_is_refused_and_left_alone(server: S
     assert dump(server, namespace) == before
 
 
-async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone(server: Server, twin: Stage) -> None:
-    storage = twin.storage
-    await twin.enqueue("a")
-    job = await twin.claim_one()
-    ledger = server.command("GET", key(twin, "ledger"))
+async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone(server: Server, clone: Stage) -> None:
+    storage = clone.storage
+    await clone.enqueue("a")
+    job = await clone.claim_one()
+    ledger = server.command("GET", key(clone, "ledger"))
     assert isinstance(ledger, bytes)
-    server.command("SET", key(twin, "ledger"), bytes([ledger[0] + 8]) + ledger[1:] + b"more")
-    before = dump(server, namespace_of(twin))
+    server.command("SET", key(clone, "ledger"), bytes([ledger[0] + 8]) + ledger[1:] + b"more")
+    before = dump(server, namespace_of(clone))
     calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
-        lambda: twin.enqueue("a"),
-        lambda: twin.claim(1),
-        lambda: twin.complete(job),
-        lambda: twin.fail(job, follow_up=Work(b"")),
-        lambda: twin.extend(job),
-        lambda: twin.cancel("a"),
-        lambda: twin.keep("a", 5),
+        lambda: clone.enqueue("a"),
+        lambda: clone.claim(1),
+        lambda: clone.complete(job),
+        lambda: clone.fail(job, follow_up=Work(b"")),
+        lambda: clone.extend(job),
+        lambda: clone.cancel("a"),
+        lambda: clone.keep("a", 5),
         lambda: storage.pause("q", True),
-        lambda: twin.sweep(),
+        lambda: clone.sweep(),
         lambda: storage.purge("q", list(State), drop=True),
         lambda: storage.get("q", ["a"]),
         lambda: storage.scan("q"),
@@ -520,8 +520,8 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
     for call in calls:
         with pytest.raises(LayoutTooNew, match="layout 9"):
             await call()
-    after = dump(server, namespace_of(twin))
-    listed = f"{{{namespace_of(twin)}}}:queues".encode()
+    after = dump(server, namespace_of(clone))
+    listed = f"{{{namespace_of(clone)}}}:queues".encode()
     assert before.pop(listed) != b""
     after.pop(listed)  # `fail` lists its companion beforehand.
     assert after == before
@@ -573,7 +573,7 @@ async def test_a_storage_of_a_client_leaves_the_client_open_and_usable(server: S
             job = await stage.claim_one()
             assert (job.id, job.payload) == ("ä", b"\xff\x00")
             assert await client.set("used", "beside it")
-            assert await stage.complete(job, b"\xfe") is Settled.OK
+            assert await stage.complete(job, b"\xfe") is SettleResult.OK
             assert await stage.problems() == []
         text = await client.get("used")
         assert text == ("beside it" if options.get("decode_responses") else b"beside it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast.storage.redis.connection import Link, Wire
+from holdfast.storage.redis.connection import RawConnection, ServerConnection
 from holdfast.storage.redis.topology import find
 from tests.servers import Server
 
@@ -17,12 +17,12 @@ async def test_a_call_that_mends_a_broken_connection_is_not_overtaken_by_the_one
     servers, _ = find(server.url, server.url)
     links = 0
 
-    async def connect() -> Link:
+    async def connect() -> RawConnection:
         nonlocal links
         links += 1
         return await servers.link("key")
 
-    wire = Wire("test", connect)
+    wire = ServerConnection("test", connect)
     deadline = asyncio.get_running_loop().time() + 10
     own = await wire.call(("CLIENT", "ID"), deadline)
     blocked = wire.call(("BLPOP", "nothing is here", "0.3"), deadline)

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Job, Next, Outcome, Run, State
+from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease
 from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis import codec as form
@@ -168,7 +168,7 @@ class RedisSaboteur:
 def encode(job: Job) -> tuple[bytes, bytes | None]:
     """A record and its run, as queue.lua writes them: without waiters, and never in the short form."""
     previous = b"" if job.previous is None else encode_outcome(job.previous)
-    flags = form.MARK | form.LONG | (form.NAMED if job.named else 0)
+    flags = form.MARK | form.LONG | (form.FLAG_CUSTOM_ID if job.custom_id else 0)
     keep = 0 if job.keep_ms is None else job.keep_ms + 1
     middle = form._LONG.pack(
         *(job.arrival, job.wall_at, job.attempts - (job.run is not None), job.retries, job.stalls, job.timeouts),
@@ -177,9 +177,9 @@ def encode(job: Job) -> tuple[bytes, bytes | None]:
     middle += (job.error or b"") + previous
     if job.outcome is not None:
         outcome = encode_outcome(job.outcome)
-        flags |= form.FINISHED
+        flags |= form.FLAG_FINISHED
         middle += form._SIZE.pack(len(outcome)) + outcome
-    terms = form.terms_of(job.work)
+    terms = form.options_of(job.work)
     if terms:
         flags |= form.TERMS
         middle += form._SHORT.pack(len(terms)) + terms
@@ -198,7 +198,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
     return head + codec + (outcome.result or b"") + (outcome.error or b"")
 
 
-def encode_run(run: Run) -> bytes:
+def encode_run(run: StoredLease) -> bytes:
     flags = (form.OVERDUE if run.overdue else 0) | (form.CANCEL_ASKED if run.cancel_asked else 0)
     rest = b""
     if run.progress is not None:
@@ -214,7 +214,7 @@ def encode_run(run: Run) -> bytes:
 def _encode_next(following: Next) -> bytes:
     work, rule = following.work, following.takes_run_at
     number = int(rule) if isinstance(rule, bool) else form.RULES.index(rule)
-    terms = form.terms_of(work)
+    terms = form.options_of(work)
     head = form._NEXT.pack(
         *(following.generation, following.run_at, following.arrival, following.wall_at),
         *(following.takes_payload, number, following.resets_counts, work.priority, len(terms)),

@@ -12,7 +12,7 @@ import sys
 import time
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Complete, Release, Request, Retry, Settled, Work
+from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, SettleResult, Work
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage
 
@@ -44,7 +44,7 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
             note("listening", storage._ear.address)  # type: ignore[union-attr]
         for round in range(1_000_000):
             ids = [f"{name}-{round}-{n}" for n in range(rng.randrange(5))]
-            for reply in await storage.enqueue("q", [Request(id, Work(b"payload"), named=True) for id in ids]):
+            for reply in await storage.enqueue("q", [Request(id, Work(b"payload"), custom_id=True) for id in ids]):
                 note("enqueued", reply.id)
             jobs = (await storage.claim("q", rng.randint(1, 6), worker=name, lease_ms=LEASE_MS)).jobs
             for job in jobs:
@@ -52,13 +52,13 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
                 if rng.random() < 0.1:
                     await storage.settle("q", [Release(job.id, job.run.fence)], worker=name)
                 elif rng.random() < 0.1:
-                    await storage.settle("q", [Retry(job.id, job.run.fence, delay_ms=20)], worker=name)
+                    await storage.settle("q", [RetrySettlement(job.id, job.run.fence, delay_ms=20)], worker=name)
                 else:
                     if rng.random() < 0.01:
                         await asyncio.sleep(2 * LEASE_MS / 1000)  # Too late: somebody else may have it by now.
                     done = Complete(job.id, job.run.fence, b"done", result_ttl_ms=HOUR_MS, dedup_ttl_ms=HOUR_MS)
                     for _ in range(rng.randint(1, 2)):
-                        if await storage.settle("q", [done], worker=name) == [Settled.OK]:
+                        if await storage.settle("q", [done], worker=name) == [SettleResult.OK]:
                             note("completed", job.id, job.run.fence)
 
 
@@ -74,7 +74,7 @@ async def enqueue(storage: Storage) -> None:
     """Enqueue the ids that it is told."""
     say("open")
     while ids := await told():
-        await storage.enqueue("q", [Request(id, Work(b"payload"), named=True) for id in ids])
+        await storage.enqueue("q", [Request(id, Work(b"payload"), custom_id=True) for id in ids])
         say("enqueued", *ids)
 
 

@@ -6,23 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Event, Kind
+from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import (
-    Cancelled,
+    CancelResult,
     Complete,
     Enqueued,
     Extended,
     Fail,
     Job,
-    Kept,
-    Lease,
+    KeepResult,
+    LeaseRef,
     Problem,
     QueueStats,
     Release,
     Request,
-    Retry,
-    Settled,
+    RetrySettlement,
     Settlement,
+    SettleResult,
     Swept,
     Update,
     Work,
@@ -52,7 +52,7 @@ class Stage:
         update: Update | None = None,
         delay: float | None = None,
         run_at: int | None = None,
-        named: bool = True,
+        custom_id: bool = True,
         keep: float = 0,
         **work: int | str | None,
     ) -> Enqueued:
@@ -64,7 +64,7 @@ class Stage:
             run_at,
             delay_ms,
             update,
-            named,
+            custom_id,
             round(keep * 1000),  # type: ignore[arg-type]
         )
         (reply,) = await self.storage.enqueue(self.queue, [request])
@@ -79,7 +79,7 @@ class Stage:
         assert len(jobs) == 1, "nothing was due"
         return jobs[0]
 
-    async def settle(self, settlement: Settlement, *, worker: str = "w1") -> Settled:
+    async def settle(self, settlement: Settlement, *, worker: str = "w1") -> SettleResult:
         (reply,) = await self.storage.settle(self.queue, [settlement], worker=worker)
         return reply
 
@@ -91,7 +91,7 @@ class Stage:
         ttl: float = 3600,
         dedup: float | None = None,
         worker: str = "w1",
-    ) -> Settled:
+    ) -> SettleResult:
         dedup_ms = round((ttl if dedup is None else dedup) * 1000)
         return await self.settle(
             Complete(job.id, fence(job), result, result_ttl_ms=round(ttl * 1000), dedup_ttl_ms=dedup_ms), worker=worker
@@ -105,29 +105,29 @@ class Stage:
         ttl: float = 86400,
         follow_up: Work | None = None,
         worker: str = "w1",
-    ) -> Settled:
+    ) -> SettleResult:
         return await self.settle(Fail(job.id, fence(job), error, round(ttl * 1000), follow_up), worker=worker)
 
     async def retry(
         self, job: Job, *, delay: float = 0, run_at: int | None = None, counts: str = "retries", worker: str = "w1"
-    ) -> Settled:
-        retry = Retry(job.id, fence(job), b"error", round(delay * 1000), run_at, counts)  # type: ignore[arg-type]
+    ) -> SettleResult:
+        retry = RetrySettlement(job.id, fence(job), b"error", round(delay * 1000), run_at, counts)  # type: ignore[arg-type]
         return await self.settle(retry, worker=worker)
 
-    async def release(self, job: Job, *, worker: str = "w1") -> Settled:
+    async def release(self, job: Job, *, worker: str = "w1") -> SettleResult:
         return await self.settle(Release(job.id, fence(job)), worker=worker)
 
     async def extend(
         self, job: Job, *, lease: float = 10, worker: str = "w1", progress: bytes | None = None
     ) -> Extended:
-        leases = [Lease(job.id, fence(job), progress)]
+        leases = [LeaseRef(job.id, fence(job), progress)]
         return await self.storage.extend(self.queue, leases, worker=worker, lease_ms=round(lease * 1000))
 
-    async def cancel(self, id: str = "a") -> Cancelled:
+    async def cancel(self, id: str = "a") -> CancelResult:
         (reply,) = await self.storage.cancel(self.queue, [id])
         return reply
 
-    async def keep(self, id: str, ttl: float, *, at_least: bool = False) -> Kept:
+    async def keep(self, id: str, ttl: float, *, at_least: bool = False) -> KeepResult:
         (reply,) = await self.storage.keep(self.queue, [id], round(ttl * 1000), at_least=at_least)
         return reply
 
@@ -167,7 +167,7 @@ def fence(job: Job) -> int:
     return job.run.fence
 
 
-async def heard(events: AsyncIterator[Event], number: int) -> list[tuple[Kind, str]]:
+async def heard(events: AsyncIterator[Event], number: int) -> list[tuple[EventKind, str]]:
     """The next so many events, as kind and id."""
     async with asyncio.timeout(10):
         return [(event.kind, event.id) for event in [await anext(events) for _ in range(number)]]

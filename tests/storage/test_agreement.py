@@ -34,12 +34,12 @@ from holdfast._core.jobs import (
     Complete,
     Fail,
     Job,
-    Lease,
+    LeaseRef,
     Release,
     Request,
-    Retry,
-    Settled,
+    RetrySettlement,
     Settlement,
+    SettleResult,
     State,
     Update,
     Work,
@@ -189,7 +189,7 @@ class Agreement(RuleBasedStateMachine):
                     run_at=world.clock.now_us() + 1000 * (length - 400) if when == "at" else None,
                     delay_ms=length if when == "delay" else None,
                     update=update,
-                    named=length % 2 == 0,
+                    custom_id=length % 2 == 0,
                     keep_ms=keep_ms,
                 )
             )
@@ -283,8 +283,8 @@ class Agreement(RuleBasedStateMachine):
         phases = self.phases()
         replies = self.again(lambda storage: storage.settle(self.queue, batch, worker=worker))
         for item, reply in zip(batch, replies, strict=True):
-            if reply is Settled.OK and item.id in phases:
-                self.hit(phases.pop(item.id), Act[type(item).__name__.upper()])
+            if reply is SettleResult.OK and item.id in phases:
+                self.hit(phases.pop(item.id), Act[str(type(item).__struct_config__.tag).upper()])
 
     def some_lease(self) -> st.SearchStrategy[tuple[str, int, str]]:
         forged = st.tuples(ids, st.integers(0, 2**50), workers)
@@ -296,7 +296,7 @@ class Agreement(RuleBasedStateMachine):
     @rule(data=st.data(), lease_ms=st.sampled_from([100, 10_000]), progress=st.sampled_from([None, b"half"]))
     def extend(self, data: st.DataObject, lease_ms: int, progress: bytes | None) -> None:
         id, fence, worker = data.draw(self.some_lease())
-        leases = [Lease(id, fence, progress)]
+        leases = [LeaseRef(id, fence, progress)]
         self.again(lambda storage: storage.extend(self.queue, leases, worker=worker, lease_ms=lease_ms))
 
     @rule(some=st.lists(ids, min_size=1, max_size=2))
@@ -402,7 +402,9 @@ def fitting(step: str, choices: list[Settlement]) -> Iterator[Settlement]:
         if isinstance(choice, Complete):
             if (step, choice.dedup_ttl_ms) in (("complete", 60_000), ("go stale", 1)) and choice.result_ttl_ms:
                 yield choice
-        elif type(choice).__name__.lower() == step and not (isinstance(choice, Fail) and not choice.failure_ttl_ms):
+        elif type(choice).__struct_config__.tag == step and not (
+            isinstance(choice, Fail) and not choice.failure_ttl_ms
+        ):
             yield choice
 
 
@@ -418,7 +420,7 @@ def settlements(id: str, fence: int) -> list[Settlement]:
         ),
         *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, Work(b"failed"))),
         *(
-            Retry(id, fence, error, delay_ms, run_at, counts)
+            RetrySettlement(id, fence, error, delay_ms, run_at, counts)
             for counts in COUNTS
             for error, delay_ms, run_at in ((None, 0, None), (b"error", 500, None), (b"", 0, later))
         ),

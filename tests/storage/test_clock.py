@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Job, Placed, Settled, State, Update
+from holdfast._core.jobs import Job, Placed, SettleResult, State, Update
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
 
@@ -226,7 +226,7 @@ async def test_a_living_holder_keeps_its_lease(stage: SteppingStage) -> None:
         await stage.sweep()
         assert await stage.claim(worker="w2") == []
         assert (await stage.extend(job, lease=10)).lost == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_a_lease_taken_after_the_step_is_like_any_other(stage: SteppingStage) -> None:
@@ -244,8 +244,8 @@ async def test_a_lease_settles_after_the_step_and_a_stale_one_does_not(stage: St
     await stage.expire()
     job = await stage.claim_one()
     await stage.step(-HOUR)
-    assert await stage.complete(stale) is Settled.LOST
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(stale) is SettleResult.LOST
+    assert await stage.complete(job) is SettleResult.OK
 
 
 # lengths
@@ -600,7 +600,7 @@ async def test_many_steps_of_less_than_a_second_take_no_lease_and_lose_nothing(s
         stage.clock.advance(1)
         assert (await stage.sweep()).overdue == []
         assert (await stage.extend(job)).lost == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_a_small_step_is_not_seen_as_a_clock_to_follow(stage: SteppingStage) -> None:
@@ -624,7 +624,7 @@ async def test_no_living_lease_is_reaped_by_the_claims_after_a_jump_ahead(stage:
     assert [(await stage.extend(job)).lost for job in jobs] == [[]] * 8
     stage.clock.advance(9)
     assert await stage.claim(8, worker="w2") == []
-    assert [await stage.complete(job) for job in jobs] == [Settled.OK] * 8
+    assert [await stage.complete(job) for job in jobs] == [SettleResult.OK] * 8
 
 
 async def test_a_lease_survives_a_jump_ahead_and_back(stage: SteppingStage) -> None:
@@ -702,12 +702,12 @@ async def test_nothing_is_lost_and_nothing_runs_twice(stage: SteppingStage) -> N
         for job in await stage.claim(10, worker="new"):
             assert job.id not in ids(lives)
             runs[job.id] = runs.get(job.id, 0) + 1
-            assert await stage.complete(job, ttl=0, worker="new") is Settled.OK
+            assert await stage.complete(job, ttl=0, worker="new") is SettleResult.OK
     for job in lives:
-        assert await stage.complete(job, worker="lives") is Settled.OK
+        assert await stage.complete(job, worker="lives") is SettleResult.OK
     assert sorted(runs) == sorted({f"{n}" for n in range(40)} - set(ids(lives)))
     assert set(runs.values()) == {1}
-    assert [await stage.complete(job, worker="dead") for job in held] == [Settled.LOST] * 5
+    assert [await stage.complete(job, worker="dead") for job in held] == [SettleResult.LOST] * 5
 
 
 @pytest.mark.parametrize("seed", range(8))

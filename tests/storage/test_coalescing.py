@@ -17,13 +17,13 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.jobs import (
-    Cancelled,
+    CancelResult,
     Complete,
     Enqueued,
     Job,
     Placed,
     Request,
-    Settled,
+    SettleResult,
     Snapshot,
     State,
     Update,
@@ -33,7 +33,7 @@ from holdfast.errors import StorageFull
 from holdfast.storage import audit, connect
 from holdfast.storage.local.engine import Engine
 from holdfast.storage.local.sqlite import SqliteStorage, connection, notify
-from holdfast.storage.local.sqlite.connection import MAX_ITEMS_HERE, Lane
+from holdfast.storage.local.sqlite.connection import MAX_INLINE_ITEMS, ConnectionThread
 from tests.storage.stage import fence
 
 
@@ -64,7 +64,7 @@ async def get(storage: SqliteStorage, id: str) -> Job | None:
     return job
 
 
-async def cancel(storage: SqliteStorage, id: str) -> Cancelled:
+async def cancel(storage: SqliteStorage, id: str) -> CancelResult:
     (reply,) = await storage.cancel("q", [id])
     return reply
 
@@ -164,7 +164,7 @@ def break_for(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, id: str, 
     engine = storage._writer._engine
     cancel = engine.cancel
 
-    def broken(queue: str, ids: list[str]) -> list[Cancelled]:
+    def broken(queue: str, ids: list[str]) -> list[CancelResult]:
         replies = cancel(queue, ids)
         if id in ids:
             raise error
@@ -185,7 +185,7 @@ async def test_a_call_that_fails_hurts_none_of_its_group(
         calls.append(asyncio.create_task(cancel(storage, "never")))
         await line_up()
     replies = await asyncio.gather(*calls, return_exceptions=True)
-    expected: list[object] = [Cancelled.CANCELLED] * 20 + [Cancelled.MISSING]
+    expected: list[object] = [CancelResult.CANCELLED] * 20 + [CancelResult.MISSING]
     expected[7] = error
     assert replies == expected
     assert [job.id for job in (await storage.claim("q", 20, worker="w1", lease_ms=1000)).jobs] == ["7"]
@@ -299,7 +299,7 @@ async def test_a_slow_checkpoint_does_not_hold_up_the_loop(
 
     monkeypatch.setattr(storage._writer, "_db", Disk(storage._writer._db, wait))
     monkeypatch.setattr(connection, "CHECKPOINT_EVERY", 1)
-    await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_ITEMS_HERE + 1)])
+    await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_INLINE_ITEMS + 1)])
     assert await asyncio.to_thread(begun.wait, 10)
     call = asyncio.create_task(enqueue(storage, "a"))
     await line_up()
@@ -330,13 +330,13 @@ async def test_calls_are_applied_in_the_order_in_which_they_were_made_across_ver
     for new, kept, cancelled, seen, again, updated, stopped, ended in lives:
         placed = [reply.placed for reply in (new, kept, again, updated) if isinstance(reply, Enqueued)]
         assert placed == [Placed.NEW, Placed.DUPLICATE, Placed.NEW, Placed.UPDATED]
-        assert (cancelled, stopped, ended) == (Cancelled.CANCELLED, Cancelled.CANCELLED, Cancelled.FINISHED)
+        assert (cancelled, stopped, ended) == (CancelResult.CANCELLED, CancelResult.CANCELLED, CancelResult.FINISHED)
         assert isinstance(seen, Job)
         assert seen.state is State.CANCELLED
 
 
 async def test_a_small_call_does_not_overtake_a_large_one(storage: SqliteStorage) -> None:
-    requests = [Request(f"{n}", Work(b"")) for n in range(10 * MAX_ITEMS_HERE)]
+    requests = [Request(f"{n}", Work(b"")) for n in range(10 * MAX_INLINE_ITEMS)]
     large, small = await asyncio.gather(storage.enqueue("q", requests), get(storage, requests[-1].id))
     assert [reply.placed for reply in large] == [Placed.NEW] * len(requests)
     assert small is not None
@@ -376,7 +376,7 @@ async def test_a_cancelled_caller_that_was_sent_keeps_its_effect(
         return plain(queue, requests)
 
     monkeypatch.setattr(engine, "enqueue", slow)
-    requests = [Request(f"{n}", Work(b"")) for n in range(MAX_ITEMS_HERE + 1)]
+    requests = [Request(f"{n}", Work(b"")) for n in range(MAX_INLINE_ITEMS + 1)]
     call = asyncio.create_task(storage.enqueue("q", requests))
     assert await asyncio.to_thread(sent.wait, 10)
     call.cancel()
@@ -412,7 +412,7 @@ async def test_callers_cancelled_in_a_crowd_leave_the_line_open(storage: SqliteS
 # Threads
 
 
-def threads_of(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def threads_of(lane: ConnectionThread, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that run transactions."""
     seen: list[str] = []
     run: Callable[..., None] = lane._transaction
@@ -431,15 +431,15 @@ async def test_a_lone_small_call_is_run_where_it_was_made_and_waits_for_nothing(
     seen = threads_of(storage._writer, monkeypatch)
     await enqueue(storage, "a")
     (job,) = (await storage.claim("q", 1, worker="w1", lease_ms=1000)).jobs
-    assert await storage.settle("q", [Complete(job.id, fence(job))], worker="w1") == [Settled.OK]
+    assert await storage.settle("q", [Complete(job.id, fence(job))], worker="w1") == [SettleResult.OK]
     assert await get(storage, "a") is None
     assert seen == ["MainThread"] * 4
 
 
 async def test_a_large_call_does_not_hold_up_the_loop(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = threads_of(storage._writer, monkeypatch)
-    await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_ITEMS_HERE + 1)])
-    await storage.claim("q", MAX_ITEMS_HERE + 1, worker="w1", lease_ms=1000)
+    await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_INLINE_ITEMS + 1)])
+    await storage.claim("q", MAX_INLINE_ITEMS + 1, worker="w1", lease_ms=1000)
     assert seen == ["holdfast-sqlite"] * 2
 
 

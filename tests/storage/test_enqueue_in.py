@@ -18,7 +18,7 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Enqueued, Placed, Request, Settled, Update, Work
+from holdfast._core.jobs import Enqueued, Placed, Request, SettleResult, Update, Work
 from holdfast.errors import LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage
@@ -163,7 +163,7 @@ async def plain(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Pa
 
 def request(id: str = "a", payload: bytes | None = b"payload", **options: Any) -> Request:
     fields = {name: options.pop(name) for name in ("run_at", "delay_ms", "update", "keep_ms") if name in options}
-    return Request(id, Work(payload, **options), named=True, **fields)
+    return Request(id, Work(payload, **options), custom_id=True, **fields)
 
 
 async def contents(stage: Stage) -> object:
@@ -226,7 +226,7 @@ async def test_a_dropped_queue_is_on_the_list_again(stage: Stage, caller: Caller
 
 
 async def test_it_works_before_the_storage_is_opened(stage: Stage, caller: Caller) -> None:
-    replies = stage.storage.twin().enqueue_in(caller.transaction(), "q", [request("a")])
+    replies = stage.storage.clone().enqueue_in(caller.transaction(), "q", [request("a")])
     assert len(replies) == 1
     await caller.commit()
     assert (await stage.claim_one()).id == "a"
@@ -610,7 +610,7 @@ async def test_callers_in_threads_and_a_worker_lose_nothing(file: Stage) -> None
     ran: list[str] = []
     while not callers.done() or len(ran) < 80:
         for job in await file.claim(5):
-            assert await file.complete(job, ttl=0) is Settled.OK
+            assert await file.complete(job, ttl=0) is SettleResult.OK
             ran.append(job.id)
         await asyncio.sleep(0.001)
     await callers

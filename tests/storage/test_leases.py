@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Cancelled, Complete, Lease, Settled, State
+from holdfast._core.jobs import CancelResult, Complete, LeaseRef, SettleResult, State
 from tests.storage.stage import Stage, fence
 
 
@@ -26,15 +26,18 @@ async def test_a_running_job_is_not_claimed_again(stage: Stage) -> None:
 async def test_complete_is_ok_for_exactly_one_call(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
-    assert await stage.complete(job) is Settled.OK
-    assert await stage.complete(job) is Settled.LOST
+    assert await stage.complete(job) is SettleResult.OK
+    assert await stage.complete(job) is SettleResult.LOST
 
 
 async def test_the_same_lease_settled_twice_in_one_batch_counts_once(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     settlement = Complete(job.id, fence(job))
-    assert await stage.storage.settle("q", [settlement, settlement], worker="w1") == [Settled.OK, Settled.LOST]
+    assert await stage.storage.settle("q", [settlement, settlement], worker="w1") == [
+        SettleResult.OK,
+        SettleResult.LOST,
+    ]
 
 
 async def test_only_the_current_fence_and_its_worker_settle(stage: Stage) -> None:
@@ -43,8 +46,8 @@ async def test_only_the_current_fence_and_its_worker_settle(stage: Stage) -> Non
     before = await stage.the("a")
     assert job.run is not None
     forged = replace(job, run=replace(job.run, fence=fence(job) + 1))
-    assert await stage.complete(forged) is Settled.LOST
-    assert await stage.complete(job, worker="w2") is Settled.LOST
+    assert await stage.complete(forged) is SettleResult.LOST
+    assert await stage.complete(job, worker="w2") is SettleResult.LOST
     assert await stage.the("a") == before
 
 
@@ -56,17 +59,17 @@ async def test_a_late_settle_is_refused_after_the_lease_moved_on(stage: Stage) -
     assert fence(current) > fence(late)
     before = await stage.the("a")
     for settle in (stage.complete, stage.fail, stage.retry, stage.release):
-        assert await settle(late) is Settled.LOST
-    assert (await stage.extend(late)).lost == [Lease("a", fence(late))]
+        assert await settle(late) is SettleResult.LOST
+    assert (await stage.extend(late)).lost == [LeaseRef("a", fence(late))]
     assert await stage.the("a") == before
-    assert await stage.complete(current) is Settled.OK
+    assert await stage.complete(current) is SettleResult.OK
 
 
 async def test_a_lease_past_its_deadline_but_not_swept_still_settles(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one(lease=10)
     stage.clock.advance(1000)
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_an_expired_lease_is_first_marked_and_taken_back_half_a_lease_later(stage: Stage) -> None:
@@ -96,7 +99,7 @@ async def test_the_living_are_not_reaped_after_an_outage_of_many_leases(stage: S
         assert (await stage.extend(job)).lost == []
     stage.clock.advance(9)
     assert (await stage.sweep()).stalled == []
-    assert [await stage.complete(job) for job in jobs] == [Settled.OK] * 5
+    assert [await stage.complete(job) for job in jobs] == [SettleResult.OK] * 5
 
 
 async def test_a_rare_sweeper_does_not_reap_the_living_either(stage: Stage) -> None:
@@ -133,8 +136,8 @@ async def test_extend_renews_the_lease_and_keeps_progress(stage: Stage) -> None:
 async def test_extend_tells_of_a_cancel(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
-    assert await stage.cancel("a") is Cancelled.ASKED
-    assert (await stage.extend(job)).cancel_asked == [Lease("a", fence(job))]
+    assert await stage.cancel("a") is CancelResult.ASKED
+    assert (await stage.extend(job)).cancel_asked == [LeaseRef("a", fence(job))]
 
 
 async def test_sweeping_a_worker_takes_back_its_leases_at_once_and_no_others(stage: Stage) -> None:
@@ -198,7 +201,7 @@ async def test_release_puts_the_job_back_in_its_place_uncounted(stage: Stage) ->
     await stage.enqueue("second")
     job = await stage.claim_one()
     stage.clock.advance(1)
-    assert await stage.release(job) is Settled.OK
+    assert await stage.release(job) is SettleResult.OK
     back = await stage.the("first")
     assert (back.retries, back.stalls, back.timeouts, back.attempts) == (0, 0, 0, 1)
     assert (await stage.claim_one()).id == "first"
@@ -209,9 +212,9 @@ async def test_a_stall_that_its_worker_reports_keeps_the_jobs_place_unless_it_is
     stage.clock.advance(1)
     await stage.enqueue("second")
     job = await stage.claim_one()
-    assert await stage.retry(job, counts="stalls") is Settled.OK
+    assert await stage.retry(job, counts="stalls") is SettleResult.OK
     again = await stage.claim_one()
     assert (again.id, again.stalls, again.run_at, again.error) == ("first", 1, job.run_at, b"error")
-    assert await stage.retry(again, counts="stalls", delay=5) is Settled.OK
+    assert await stage.retry(again, counts="stalls", delay=5) is SettleResult.OK
     assert (await stage.claim_one()).id == "second"
     assert (await stage.the("first")).run_at == stage.wall(5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Claim, Enqueued, Fail, Job, Page, Request, Settled, State, Update, Work
+from holdfast._core.jobs import Claim, Enqueued, Fail, Job, Page, Request, SettleResult, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.stage import Stage, fence
 
@@ -493,9 +493,9 @@ async def test_pause_stops_nothing_but_claims(stage: Stage) -> None:
     a, b, c = await stage.claim(3)
     await stage.storage.pause("q", True)
     assert (await stage.extend(a)).lost == []
-    assert await stage.complete(a) is Settled.OK
-    assert await stage.retry(b) is Settled.OK
-    assert await stage.fail(c) is Settled.OK
+    assert await stage.complete(a) is SettleResult.OK
+    assert await stage.retry(b) is SettleResult.OK
+    assert await stage.fail(c) is SettleResult.OK
     assert await stage.cancel("d")
     assert (await stage.enqueue("e")).generation
     assert (await stage.the("b")).state is State.WAITING
@@ -576,7 +576,7 @@ async def test_a_queue_with_a_record_left_is_not_dropped(stage: Stage) -> None:
     job = await stage.claim_one()
     await stage.storage.purge("q", list(State), drop=True)
     assert await stage.storage.purge("q", list(State), drop=True) == 0
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
     assert await stage.storage.purge("q", [State.WAITING], drop=True) == 0
     assert (await stage.the("a")).state is State.COMPLETED
 
@@ -602,7 +602,7 @@ async def test_the_stamps_of_a_dropped_queue_do_not_come_again(stage: Stage) -> 
     claimed = await stage.claim(3)
     stamps = {reply.generation for reply in again} | {fence(job) for job in claimed}
     assert not stamps & (generations | {fence(stale)})
-    assert await stage.complete(stale) is Settled.LOST
+    assert await stage.complete(stale) is SettleResult.LOST
 
 
 # workers
@@ -695,7 +695,7 @@ async def test_queues_are_independent(stage: Stage) -> None:
     await other.enqueue("a", b"there")
     job = await stage.claim_one()
     await stage.storage.pause("q", True)
-    assert await other.complete(job) is Settled.LOST
+    assert await other.complete(job) is SettleResult.LOST
     assert (await other.claim_one()).payload == b"there"
     await stage.complete(job)
     await stage.storage.purge("q", list(State))
@@ -721,12 +721,12 @@ async def test_namespaces_in_one_place_are_independent(clock: ManualClock, tmp_p
         await two.storage.evict("w1")
         job = await one.claim_one()
         assert job.payload == b"one"
-        assert await two.complete(job) is Settled.LOST
+        assert await two.complete(job) is SettleResult.LOST
         assert (await one.stats()).workers == ["w1"]
         assert (await two.stats()).workers == []
         await two.storage.purge("q", list(State))
         await two.storage.purge("q", list(State), drop=True)
-        assert await one.complete(job) is Settled.OK
+        assert await one.complete(job) is SettleResult.OK
         assert (await one.stats()).completed == 1
         assert (await two.storage.snapshot()).queues == []
         assert not await announce(one, "w1")
@@ -745,7 +745,7 @@ async def follow_ups(stage: Stage) -> list[Job]:
 async def test_a_failure_enqueues_its_follow_up_in_the_same_step(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
-    assert await stage.fail(job, follow_up=FOLLOW_UP) is Settled.OK
+    assert await stage.fail(job, follow_up=FOLLOW_UP) is SettleResult.OK
     (found,) = await stage.storage.get("q/failed", [f"a@{job.generation}"])
     assert found is not None
     assert (found.state, found.work, found.run_at) == (State.WAITING, FOLLOW_UP, stage.wall())
@@ -788,7 +788,7 @@ async def test_a_batch_of_failures_has_one_follow_up_each_in_order(stage: Stage)
     jobs = await stage.claim(3)
     batch = [Fail(job.id, fence(job), b"error", 1000, FOLLOW_UP) for job in (*jobs, jobs[0])]
     replies = await stage.storage.settle("q", batch, worker="w1")
-    assert replies == [Settled.OK] * 3 + [Settled.LOST]
+    assert replies == [SettleResult.OK] * 3 + [SettleResult.LOST]
     assert ids(await follow_ups(stage)) == [f"{job.id}@{job.generation}" for job in jobs]
 
 
@@ -796,7 +796,7 @@ async def test_a_cancelled_run_has_no_follow_up(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     await stage.cancel("a")
-    assert await stage.fail(job, follow_up=FOLLOW_UP) is Settled.OK
+    assert await stage.fail(job, follow_up=FOLLOW_UP) is SettleResult.OK
     assert (await stage.the("a")).state is State.CANCELLED
     assert await follow_ups(stage) == []
 
@@ -806,7 +806,7 @@ async def test_a_cancelled_run_has_no_follow_up_when_its_next_is_promoted_either
     job = await stage.claim_one()
     await stage.cancel("a")
     await stage.enqueue("a", update=Update())
-    assert await stage.fail(job, follow_up=FOLLOW_UP) is Settled.OK
+    assert await stage.fail(job, follow_up=FOLLOW_UP) is SettleResult.OK
     assert (await stage.the("a")).state is State.WAITING
     assert await follow_ups(stage) == []
 
@@ -815,7 +815,7 @@ async def test_a_lost_failure_has_no_follow_up(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     await stage.expire()
-    assert await stage.fail(job, follow_up=FOLLOW_UP) is Settled.LOST
+    assert await stage.fail(job, follow_up=FOLLOW_UP) is SettleResult.LOST
     assert await follow_ups(stage) == []
 
 
@@ -827,4 +827,4 @@ async def test_the_longest_id_has_room_for_its_follow_up(stage: Stage) -> None:
     (found,) = await follow_ups(stage)
     assert found.id == f"{id}@{job.generation}"
     companion = Stage(stage.storage, stage.clock, "q/failed")
-    assert await companion.complete(found, worker="w2") is Settled.OK
+    assert await companion.complete(found, worker="w2") is SettleResult.OK

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import Complete, Placed, Request, Settled, State, Work
+from holdfast._core.jobs import Complete, Placed, Request, SettleResult, State, Work
 from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import connection, notify
@@ -114,7 +114,7 @@ async def storage(path: Path) -> AsyncIterator[Storage]:
 
 
 async def enqueue(storage: Storage, *ids: str) -> None:
-    await storage.enqueue("q", [Request(id, Work(b"payload"), named=True) for id in ids])
+    await storage.enqueue("q", [Request(id, Work(b"payload"), custom_id=True) for id in ids])
 
 
 async def claim(storage: Storage, limit: int = 50) -> list[tuple[str, int]]:
@@ -122,7 +122,7 @@ async def claim(storage: Storage, limit: int = 50) -> list[tuple[str, int]]:
     return [(job.id, fence(job)) for job in jobs]
 
 
-async def complete(storage: Storage, leases: list[tuple[str, int]]) -> list[Settled]:
+async def complete(storage: Storage, leases: list[tuple[str, int]]) -> list[SettleResult]:
     batch = [Complete(*lease, b"done", result_ttl_ms=HOUR_MS, dedup_ttl_ms=HOUR_MS) for lease in leases]
     return await storage.settle("q", batch, worker="last")
 
@@ -168,7 +168,7 @@ async def drain(storage: Storage) -> set[tuple[str, int]]:
     while time.monotonic() < end:
         leases = await claim(storage)
         if leases:
-            assert await complete(storage, leases) == [Settled.OK] * len(leases)
+            assert await complete(storage, leases) == [SettleResult.OK] * len(leases)
             done.update(leases)
             continue
         (stats,) = (await storage.snapshot()).queues
@@ -335,7 +335,7 @@ async def test_where_there_are_no_sockets_a_subscriber_is_woken_by_polling(
     def no_ear(*arguments: object) -> None:
         raise OSError("no sockets here")
 
-    monkeypatch.setattr(notify.Ear, "__init__", no_ear)
+    monkeypatch.setattr(notify.NotifyReceiver, "__init__", no_ear)
     writer = processes.start("enqueue", path)
     await writer.hears()
     async with storage.subscribe(Topic("q", only)) as events:  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ async def test_a_paused_queue_is_ready_only_for_what_must_be_taken_back(stage: S
 
 
 async def test_looking_changes_nothing_and_a_finished_queue_is_not_ready(stage: Stage) -> None:
-    await stage.storage.enqueue("q", [Request("a", Work(b"1"), named=True)])
+    await stage.storage.enqueue("q", [Request("a", Work(b"1"), custom_id=True)])
     (job,) = (await stage.storage.claim("q", 1, worker=WORKER, lease_ms=1_000)).jobs
     assert job.fence is not None
     await stage.storage.settle("q", [Complete("a", job.fence, result_ttl_ms=60_000)], worker=WORKER)

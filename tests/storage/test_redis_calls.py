@@ -9,8 +9,19 @@ from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 
-from holdfast._core.events import Kind, Topic
-from holdfast._core.jobs import Cancelled, Complete, Fail, Kept, Lease, Placed, Request, Settled, State, Work
+from holdfast._core.events import EventKind, Topic
+from holdfast._core.jobs import (
+    CancelResult,
+    Complete,
+    Fail,
+    KeepResult,
+    LeaseRef,
+    Placed,
+    Request,
+    SettleResult,
+    State,
+    Work,
+)
 from holdfast.errors import StorageFull, StorageUnavailable
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage
@@ -38,7 +49,7 @@ async def call(stage: Stage, verb: str, number: int, args: Sequence[Argument]) -
     return await calls._routed(key, calls._command(verb, key, number, args), calls._library)
 
 
-ENQUEUE = request_args(Request("b", Work(b"payload"), named=True))
+ENQUEUE = request_args(Request("b", Work(b"payload"), custom_id=True))
 
 
 # Numbers
@@ -96,7 +107,7 @@ async def test_a_settle_that_is_repeated_is_not_told_that_its_lease_is_lost(stag
     job = await stage.claim_one()
     args = ("w1", *settlement_args(Fail("a", fence(job), b"error", 60_000)))
     assert [await call(stage, "settle", NUMBER, args) for _ in range(3)] == [[0, b"1"]] * 3
-    assert (await stage.stats()).totals[Kind.FAILED] == 1
+    assert (await stage.stats()).totals[EventKind.FAILED] == 1
 
 
 async def test_a_claim_that_is_repeated_gives_the_same_jobs_under_the_same_fences(stage: Stage) -> None:
@@ -164,7 +175,7 @@ async def test_callers_that_travel_together_each_get_their_own_part_of_the_reply
     parts = [[f"{n}" for n in range(sum(sizes[:at]), sum(sizes[: at + 1]))] for at in range(len(sizes))]
 
     def request(id: str) -> Request:
-        return Request(id, Work(b"x"), named=True)
+        return Request(id, Work(b"x"), custom_id=True)
 
     batches = [[*map(request, part), request("done")] for part in parts]
     replies = await asyncio.gather(*(storage.enqueue("q", batch) for batch in batches))
@@ -174,19 +185,23 @@ async def test_callers_that_travel_together_each_get_their_own_part_of_the_reply
         assert [enqueued.placed for enqueued in reply] == [*placed, Placed.COMPLETED]
         assert [enqueued.outcome is not None for enqueued in reply] == [False] * len(part) + [True]
     kept = await asyncio.gather(*(storage.keep("q", [*part, "none", "done"], 60_000) for part in parts))
-    assert kept == [[*[Kept.LIVE] * len(part), Kept.MISSING, Kept.KEPT] for part in parts]
+    assert kept == [[*[KeepResult.LIVE] * len(part), KeepResult.MISSING, KeepResult.KEPT] for part in parts]
 
     jobs = {job.id: job for job in await stage.claim(100)}
-    leases = [[Lease(id, fence(jobs[id]) + int(id) % 2) for id in part] for part in parts]
+    leases = [[LeaseRef(id, fence(jobs[id]) + int(id) % 2) for id in part] for part in parts]
     told = await asyncio.gather(*(storage.extend("q", part, worker="w1", lease_ms=10_000) for part in leases))
     assert [extended.lost for extended in told] == [[lease for lease in part if int(lease.id) % 2] for part in leases]
 
     settled = await asyncio.gather(
         *(storage.settle("q", [Complete(lease.id, lease.fence) for lease in part], worker="w1") for part in leases)
     )
-    assert settled == [[Settled.LOST if int(lease.id) % 2 else Settled.OK for lease in part] for part in leases]
+    assert settled == [
+        [SettleResult.LOST if int(lease.id) % 2 else SettleResult.OK for lease in part] for part in leases
+    ]
     cancelled = await asyncio.gather(*(storage.cancel("q", part) for part in parts))
-    assert cancelled == [[Cancelled.ASKED if int(id) % 2 else Cancelled.FINISHED for id in part] for part in parts]
+    assert cancelled == [
+        [CancelResult.ASKED if int(id) % 2 else CancelResult.FINISHED for id in part] for part in parts
+    ]
 
 
 async def test_callers_with_different_options_do_not_travel_together(stage: Stage) -> None:
@@ -197,7 +212,7 @@ async def test_callers_with_different_options_do_not_travel_together(stage: Stag
     await asyncio.gather(*(stage.keep(id, 60 + int(id)) for id in ids))
     assert [(await stage.the(id)).keep_ms for id in ids] == [1000 * (60 + n) for n in range(6)]
     jobs = await stage.claim(3, worker="w1") + await stage.claim(3, worker="w2")
-    leases = [Lease(job.id, fence(job)) for job in jobs]
+    leases = [LeaseRef(job.id, fence(job)) for job in jobs]
     told = await asyncio.gather(
         *(
             storage.extend("q", [lease], worker="w1" if at < 3 else "w2", lease_ms=10_000 + at)
@@ -213,7 +228,9 @@ async def test_callers_with_different_options_do_not_travel_together(stage: Stag
             for at, lease in enumerate(leases)
         )
     )
-    assert [reply for (reply,) in settled] == [Settled.OK if (at < 3) == at % 2 else Settled.LOST for at in range(6)]
+    assert [reply for (reply,) in settled] == [
+        SettleResult.OK if (at < 3) == at % 2 else SettleResult.LOST for at in range(6)
+    ]
 
 
 async def test_calls_are_made_in_the_order_in_which_they_were_asked_across_verbs(stage: Stage) -> None:
@@ -224,7 +241,7 @@ async def test_calls_are_made_in_the_order_in_which_they_were_asked_across_verbs
         stage.enqueue("a"), stage.enqueue("a"), stage.cancel("a"), stage.enqueue("a", update=None)
     )
     assert (first.placed, second.placed, gone, third.placed) == (
-        *(Placed.NEW, Placed.DUPLICATE, Cancelled.CANCELLED),
+        *(Placed.NEW, Placed.DUPLICATE, CancelResult.CANCELLED),
         Placed.NEW,
     )
 
@@ -293,9 +310,9 @@ async def test_a_full_server_takes_no_jobs_but_everything_else_goes_on(stage: St
             await stage.enqueue("e")
         a, b = await stage.claim(2)
         await stage.extend(a)
-        assert await stage.complete(a) is Settled.OK
-        assert await stage.fail(b) is Settled.OK
-        assert await stage.cancel("c") is Cancelled.CANCELLED
+        assert await stage.complete(a) is SettleResult.OK
+        assert await stage.fail(b) is SettleResult.OK
+        assert await stage.cancel("c") is CancelResult.CANCELLED
         assert (await stage.the("a")).state is State.COMPLETED
         await stage.sweep()
         assert await stage.storage.purge("q", [State.WAITING], 10) == 1
@@ -307,7 +324,7 @@ async def test_the_time_is_the_servers_where_no_clock_is_given(harness: Harness,
     """A storage without a clock of its own: whatever the machine of a client believes."""
     seconds, micros = saboteur.command("TIME")
     async with connect(saboteur._server.url, namespace=saboteur._namespace) as storage:
-        (reply,) = await storage.enqueue("real", [Request("a", Work(b"x"), named=True)])
+        (reply,) = await storage.enqueue("real", [Request("a", Work(b"x"), custom_id=True)])
         assert 0 <= reply.generation - (int(seconds) * 1_000_000 + int(micros)) < 60_000_000
         await storage.purge("real", list(State), 10)
         await storage.purge("real", list(State), 10, drop=True)
@@ -317,7 +334,7 @@ async def test_a_clients_machine_with_a_wrong_clock_takes_no_lease_away(
     saboteur: RedisSaboteur, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect(saboteur._server.url, namespace=saboteur._namespace) as storage:
-        await storage.enqueue("real", [Request("a", Work(b"x"), named=True)])
+        await storage.enqueue("real", [Request("a", Work(b"x"), custom_id=True)])
         assert len((await storage.claim("real", 1, worker="w1", lease_ms=60_000)).jobs) == 1
         monkeypatch.setattr("time.time", lambda: 9e9)
         monkeypatch.setattr("time.time_ns", lambda: 9_000_000_000_000_000_000)
@@ -362,8 +379,8 @@ async def test_waiters_of_an_id_with_colons_and_braces_are_told_of_it(stage: Sta
         await stage.enqueue(id, keep=60)
         job = await other.claim_one()
         await other.complete(job)
-        assert await heard(ends, 1) == [(Kind.COMPLETED, id)]
-        assert await heard(events, 3) == [(Kind.ENQUEUED, id), (Kind.CLAIMED, id), (Kind.COMPLETED, id)]
+        assert await heard(ends, 1) == [(EventKind.COMPLETED, id)]
+        assert await heard(events, 3) == [(EventKind.ENQUEUED, id), (EventKind.CLAIMED, id), (EventKind.COMPLETED, id)]
 
 
 async def test_one_listeners_leaving_silences_no_other(stage: Stage, other: Stage) -> None:
@@ -395,4 +412,4 @@ async def test_every_one_of_many_waiting_clients_is_told(stage: Stage, harness: 
             await storage.keep("q", ["a"], 60_000, at_least=True)
         await stage.complete(await stage.claim_one())
         for events in ears:
-            assert await heard(events, 1) == [(Kind.COMPLETED, "a")]
+            assert await heard(events, 1) == [(EventKind.COMPLETED, "a")]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from holdfast._core.events import Kind
-from holdfast._core.jobs import Job, Kept, Outcome, Placed, Settled, State, Update
+from holdfast._core.events import EventKind
+from holdfast._core.jobs import Job, KeepResult, Outcome, Placed, SettleResult, State, Update
 from holdfast._core.lifecycle import DAMAGED
 from holdfast.errors import LayoutTooNew
 from holdfast.storage import audit
@@ -171,7 +171,7 @@ async def use_every_verb(stage: Stage, id: str) -> None:
     job = await stage.the("b")
     await stage.extend(job)
     await repair(stage)
-    assert await stage.release(job) is Settled.OK
+    assert await stage.release(job) is SettleResult.OK
     await stage.cancel(id)
     await stage.enqueue(id, update=Update())
     await stage.keep(id, 60)
@@ -200,7 +200,7 @@ async def test_a_claim_passes_over_records_cut_off_anywhere(stage: Stage, sabote
         await stage.enqueue(f"good {length}")
         stage.clock.advance(1)
         assert await claim_all(stage) == [f"good {length}"], length
-        assert await stage.complete(await stage.the(f"good {length}"), ttl=0) is Settled.OK
+        assert await stage.complete(await stage.the(f"good {length}"), ttl=0) is SettleResult.OK
         assert_damaged(await stage.get(f"{length}"))
 
 
@@ -218,21 +218,21 @@ async def test_only_the_holder_of_a_lease_completes_it_be_the_job_plain_or_not(
 
     await stage.enqueue("a")
     first = await claim()
-    assert await stage.complete(first, None, ttl=0) is Settled.OK
-    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    assert await stage.complete(first, None, ttl=0) is SettleResult.OK
+    assert await stage.complete(first, None, ttl=ttl) is SettleResult.LOST
     await stage.enqueue("a")
-    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    assert await stage.complete(first, None, ttl=ttl) is SettleResult.LOST
     second = await claim()
-    assert await stage.complete(first, None, ttl=ttl) is Settled.LOST
+    assert await stage.complete(first, None, ttl=ttl) is SettleResult.LOST
     for worker in ("w", "w2", "w11"):
-        assert await stage.complete(second, None, ttl=ttl, worker=worker) is Settled.LOST
+        assert await stage.complete(second, None, ttl=ttl, worker=worker) is SettleResult.LOST
     await stage.enqueue("a", b"newer", update=Update())
-    assert await stage.complete(second, None, ttl=ttl) is Settled.OK
+    assert await stage.complete(second, None, ttl=ttl) is SettleResult.OK
     third = await claim()
     assert third.payload == b"newer"
-    assert await stage.complete(third, None, ttl=ttl) is Settled.OK
+    assert await stage.complete(third, None, ttl=ttl) is SettleResult.OK
     totals = (await stage.stats()).totals
-    assert (totals[Kind.ENQUEUED], totals[Kind.PROMOTED], totals[Kind.COMPLETED]) == (2, 1, 3)
+    assert (totals[EventKind.ENQUEUED], totals[EventKind.PROMOTED], totals[EventKind.COMPLETED]) == (2, 1, 3)
 
 
 async def test_the_lease_of_a_plain_job_lasts_as_long_as_any(stage: Stage) -> None:
@@ -279,7 +279,7 @@ async def test_the_holder_of_a_garbled_record_has_lost_its_lease(stage: Stage, s
     job = await stage.claim_one()
     saboteur.garble("a")
     assert len((await stage.extend(job)).lost) == 1
-    assert await stage.complete(job) is Settled.LOST
+    assert await stage.complete(job) is SettleResult.LOST
     await repair(stage)
 
 
@@ -291,7 +291,7 @@ async def test_an_enqueue_restarts_a_garbled_record(stage: Stage, saboteur: Redi
     assert (await stage.enqueue("a", b"again")).placed is Placed.NEW
     job = await stage.claim_one()
     assert (job.id, job.payload) == ("a", b"again")
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
     await repair(
         stage
     )  # Nothing is left of a garbled lease that says whether it had a `next`: `deferred` may be wrong.
@@ -316,11 +316,11 @@ async def test_a_verb_that_meets_a_garbled_record_leaves_the_totals_right(
     if verb == "cancel":
         await stage.cancel("a")
     else:
-        assert await stage.keep("a", 60, at_least=verb == "keep at least") is Kept.KEPT
+        assert await stage.keep("a", 60, at_least=verb == "keep at least") is KeepResult.KEPT
     await repair(stage)
     assert_damaged(await stage.get("a"))
     totals = (await stage.stats()).totals
-    assert totals[Kind.ENQUEUED] == totals[Kind.FAILED] == 1
+    assert totals[EventKind.ENQUEUED] == totals[EventKind.FAILED] == 1
 
 
 async def test_a_purge_is_not_stopped_by_garbled_records(stage: Stage, saboteur: RedisSaboteur) -> None:
@@ -371,7 +371,7 @@ async def test_an_outcome_whose_sizes_do_not_add_up_is_garbled(stage: Stage, sab
         saboteur.overwrite(id, raw.replace(struct.pack("<I", 6) + b"json", struct.pack("<I", size) + b"json"))
     for id in "abc":
         assert_damaged(await stage.get(id))
-    assert await stage.keep("a", 60) is Kept.KEPT
+    assert await stage.keep("a", 60) is KeepResult.KEPT
     assert_damaged(await stage.get("a"))
     await repair(stage)
     for id in "abc":
@@ -392,7 +392,7 @@ async def test_a_verb_takes_a_record_with_a_stamp_that_no_clock_has_shown_for_fa
     else:
         saboteur.restamp("a", field, 2**62)
     stage.clock.advance(1)
-    assert await stage.keep("a", 60) is Kept.KEPT
+    assert await stage.keep("a", 60) is KeepResult.KEPT
     assert_damaged(await stage.get("a"))
     await repair(stage)
     assert_damaged(await stage.get("a"))
@@ -417,7 +417,7 @@ async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
         await stage.enqueue("c", update=Update())
     assert {"b", "c"} <= set(await claim_all(stage))
     for id in "bc":
-        assert await stage.complete(await stage.the(id)) is Settled.OK
+        assert await stage.complete(await stage.the(id)) is SettleResult.OK
 
 
 # Entries
@@ -436,7 +436,7 @@ async def test_a_claim_strikes_entries_that_no_record_answers_for(
         saboteur.list_at(":w5", 5, waiting_member(1, id.encode()))
     saboteur.list_at(":w5", 6, waiting_member(3, b"later"))
     assert await claim_all(stage) == ["later", "good", "lower"]
-    assert await stage.complete(running) is Settled.OK
+    assert await stage.complete(running) is SettleResult.OK
     await repair(stage)
 
 
@@ -483,7 +483,7 @@ async def test_a_live_record_among_the_forgotten_is_not_forgotten(
     stage.clock.advance(10)
     await stage.sweep()
     assert await stage.get("done") is None
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
     assert await claim_all(stage) == ["a"]
     await repair(stage)
 
@@ -508,7 +508,7 @@ async def test_a_purge_strikes_entries_that_no_record_answers_for(stage: Stage, 
     saboteur.strand("gone")
     saboteur.list_at(":w5", 5, waiting_member(1, b"running"))
     await stage.storage.purge("q", [State.WAITING], 10)
-    assert await stage.complete(running) is Settled.OK
+    assert await stage.complete(running) is SettleResult.OK
     assert await stage.get("good") is None
     await repair(stage)
 
@@ -547,7 +547,7 @@ async def test_a_lease_left_on_a_finished_record_is_gone_after_the_repair(
     lease = saboteur.raw("a", ":runs")
     await stage.complete(job)
     saboteur.command("HSET", saboteur.key + ":runs", "a", lease)
-    assert await stage.complete(job) is Settled.LOST or (await stage.the("a")).state is State.COMPLETED
+    assert await stage.complete(job) is SettleResult.LOST or (await stage.the("a")).state is State.COMPLETED
     await repair(stage)
     assert (await stage.the("a")).run is None
     assert saboteur.command("EXISTS", saboteur.key + ":runs") == 0
@@ -557,7 +557,7 @@ async def test_nobody_holds_a_lease_of_a_queue_that_is_not_there(stage: Stage) -
     await stage.enqueue("a")
     job = await stage.claim_one()
     gone = Stage(stage.storage, stage.clock, "never")
-    assert await gone.complete(job) is Settled.LOST
+    assert await gone.complete(job) is SettleResult.LOST
     assert len((await gone.extend(job)).lost) == 1
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == ["q"]
 
@@ -596,7 +596,7 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
     assert "ledger" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
     assert replace(await stage.stats(), totals={}) == replace(before, totals={})
     await repair(stage)
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
     assert sorted(await claim_all(stage)) == ["a", "d", "e"]
 
 

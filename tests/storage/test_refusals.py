@@ -17,7 +17,19 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Complete, Fail, Lease, Placed, Release, Request, Retry, Settled, State, Update, Work
+from holdfast._core.jobs import (
+    Complete,
+    Fail,
+    LeaseRef,
+    Placed,
+    Release,
+    Request,
+    RetrySettlement,
+    SettleResult,
+    State,
+    Update,
+    Work,
+)
 from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import LAYOUT, SqliteStorage
@@ -266,7 +278,7 @@ async def fill(storage: Storage) -> int:
     """Enqueue until there is no room: how many jobs went in."""
     for n in range(1000):
         try:
-            await storage.enqueue("q", [Request(f"{n}", Work(b"x" * 3000), named=True)])
+            await storage.enqueue("q", [Request(f"{n}", Work(b"x" * 3000), custom_id=True)])
         except StorageFull:
             return n
     pytest.fail("the storage never was full")
@@ -297,7 +309,7 @@ async def test_a_full_disk_can_be_drained_and_then_takes_jobs_again(tmp_path: Pa
         for _ in range(10):
             claim = await storage.claim("q", 1, worker="w1", lease_ms=1000)
             done = Complete(claim.jobs[0].id, fence(claim.jobs[0]))
-            assert await storage.settle("q", [done], worker="w1") == [Settled.OK]
+            assert await storage.settle("q", [done], worker="w1") == [SettleResult.OK]
         (reply,) = await storage.enqueue("q", [Request("more", Work(b"x" * 3000))])
         assert reply.placed is Placed.NEW
         assert (await audit(storage, "q")).problems == []
@@ -309,7 +321,7 @@ VERBS: dict[str, Callable[[Storage], Awaitable[object]]] = {
     "enqueue": lambda s: s.enqueue("q", [Request("a", Work(b""))]),
     "claim": lambda s: s.claim("q", 1, worker="w1", lease_ms=1000),
     "settle": lambda s: s.settle("q", [Release("a", 1)], worker="w1"),
-    "extend": lambda s: s.extend("q", [Lease("a", 1)], worker="w1", lease_ms=1000),
+    "extend": lambda s: s.extend("q", [LeaseRef("a", 1)], worker="w1", lease_ms=1000),
     "cancel": lambda s: s.cancel("q", ["a"]),
     "get": lambda s: s.get("q", ["a"]),
     "keep": lambda s: s.keep("q", ["a"], 1000),
@@ -455,11 +467,11 @@ def fail(error: Any = b"error", failure_ttl_ms: Any = 1000, follow_up: Any = Non
 
 
 def retry(**fields: Any) -> Call:
-    return settle(lambda fence: Retry("running", fence, **fields))
+    return settle(lambda fence: RetrySettlement("running", fence, **fields))
 
 
 def extend(lease_ms: Any = 1000, worker: Any = "w1", id: Any = "running", progress: Any = None) -> Call:
-    return lambda cast: cast.storage.extend("q", [Lease(id, cast.fence, progress)], worker=worker, lease_ms=lease_ms)
+    return lambda cast: cast.storage.extend("q", [LeaseRef(id, cast.fence, progress)], worker=worker, lease_ms=lease_ms)
 
 
 def claim(limit: Any = 1, worker: Any = "w1", lease_ms: Any = 1000) -> Call:
@@ -543,7 +555,7 @@ WITH_AN_ID: dict[str, Callable[[Storage, Any], Awaitable[object]]] = {
     "keep": lambda s, bad: s.keep("q", ["failed", bad], 1),
     "complete": lambda s, bad: s.settle("q", [Complete(bad, 1)], worker="w1"),
     "release": lambda s, bad: s.settle("q", [Release(bad, 1)], worker="w1"),
-    "extend": lambda s, bad: s.extend("q", [Lease(bad, 1)], worker="w1", lease_ms=1000),
+    "extend": lambda s, bad: s.extend("q", [LeaseRef(bad, 1)], worker="w1", lease_ms=1000),
 }
 
 
@@ -595,7 +607,7 @@ async def test_any_text_or_bytes_are_an_id(stage: Stage, id: str) -> None:
     job = await stage.claim_one()
     assert (job.id, (await stage.the(id)).id) == (id, id)
     assert (await stage.extend(job)).lost == []
-    assert await stage.fail(job, follow_up=Work(b"why")) is Settled.OK
+    assert await stage.fail(job, follow_up=Work(b"why")) is SettleResult.OK
     assert id in [listed.id for listed in (await stage.storage.scan("q", state=State.FAILED)).jobs]
     (follow_up,) = (await stage.storage.claim("q/failed", 1, worker="w1", lease_ms=1000)).jobs
     assert follow_up.id == f"{id}@{job.generation}"
@@ -669,8 +681,8 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
     "codec None": (request(codec=None), OptionError, "codec"),
     "codec with a lone surrogate": (request(codec="\ud800"), OptionError, "codec"),
     "codec without an end": (request(codec="x" * 10_000), OptionError, "codec"),
-    "named 1": (request(named=1), OptionError, "named"),
-    "named None": (request(named=None), OptionError, "named"),
+    "named 1": (request(custom_id=1), OptionError, "custom_id"),
+    "named None": (request(custom_id=None), OptionError, "custom_id"),
     "update as text": (request("running", update="update"), OptionError, "update"),
     "update True": (request("running", update=True), OptionError, "True"),
     "Update(run_at='later')": (update(run_at="later"), OptionError, "later"),
@@ -699,7 +711,7 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
     "worker None": (claim(worker=None), OptionError, "None"),
     "worker with a lone surrogate": (claim(worker="\ud800"), OptionError, "ud800"),
     "extend too many": (
-        lambda c: c.storage.extend("q", [Lease("a", 1)] * 251, worker="w1", lease_ms=1000),
+        lambda c: c.storage.extend("q", [LeaseRef("a", 1)] * 251, worker="w1", lease_ms=1000),
         OptionError,
         "251",
     ),
@@ -844,7 +856,9 @@ async def test_one_bad_request_refuses_all_of_its_call(cast: Cast) -> None:
     with pytest.raises(OptionError):
         await cast.storage.enqueue("q", [good, bad])
     with pytest.raises(OptionError):
-        await cast.storage.settle("q", [Release("running", cast.fence), Retry("x", 1, delay_ms=-1)], worker="w1")
+        await cast.storage.settle(
+            "q", [Release("running", cast.fence), RetrySettlement("x", 1, delay_ms=-1)], worker="w1"
+        )
     assert await contents(cast.storage) == before
 
 

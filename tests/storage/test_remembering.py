@@ -10,7 +10,7 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Cancelled, Job, Kept, Placed, Request, Settled, State, Update, Work
+from holdfast._core.jobs import CancelResult, Job, KeepResult, Placed, Request, SettleResult, State, Update, Work
 from holdfast.storage import connect
 from tests.storage.stage import Stage
 
@@ -60,7 +60,7 @@ async def test_a_result_ttl_alone_caches_nothing(stage: Stage) -> None:
 
 
 async def test_with_nothing_to_remember_the_record_is_gone_at_completion(stage: Stage) -> None:
-    assert await stage.complete(await running(stage), ttl=0) is Settled.OK
+    assert await stage.complete(await running(stage), ttl=0) is SettleResult.OK
     assert await stage.get("a") is None
     stats = await stage.stats()
     assert (stats.completed, stats.totals["completed"]) == (0, 1)
@@ -151,7 +151,7 @@ FINISHED = [State.COMPLETED, State.FAILED, State.CANCELLED]
 async def test_keep_sets_how_long_a_finished_job_is_remembered_from_now(stage: Stage, state: State, ttl: int) -> None:
     await finished(stage, state)
     stage.clock.advance(50)
-    assert await stage.keep("a", ttl) is Kept.KEPT
+    assert await stage.keep("a", ttl) is KeepResult.KEPT
     assert await remembered_for(stage, ttl)
 
 
@@ -174,7 +174,7 @@ async def test_keep_does_not_make_a_failed_or_cancelled_job_answer_from_a_cache(
 
 async def test_keep_for_no_time_forgets_at_once(stage: Stage) -> None:
     await finished(stage, State.COMPLETED)
-    assert await stage.keep("a", 0) is Kept.KEPT
+    assert await stage.keep("a", 0) is KeepResult.KEPT
     assert await stage.get("a") is None
 
 
@@ -182,9 +182,9 @@ async def test_keep_for_no_time_forgets_at_once(stage: Stage) -> None:
 async def test_keep_at_least_lengthens_and_never_shortens(stage: Stage, state: State) -> None:
     await finished(stage, state)
     before = await stage.the("a")
-    assert await stage.keep("a", 99, at_least=True) is Kept.KEPT
+    assert await stage.keep("a", 99, at_least=True) is KeepResult.KEPT
     assert await stage.the("a") == before
-    assert await stage.keep("a", 101, at_least=True) is Kept.KEPT
+    assert await stage.keep("a", 101, at_least=True) is KeepResult.KEPT
     assert await remembered_for(stage, 101)
 
 
@@ -195,20 +195,20 @@ async def test_keep_at_least_does_not_move_the_cached_answer(stage: Stage) -> No
     assert (await stage.enqueue("a")).placed is Placed.NEW
 
 
-async def complete(stage: Stage, job: Job) -> Settled:
+async def complete(stage: Stage, job: Job) -> SettleResult:
     return await stage.complete(job, ttl=100)
 
 
-async def fail(stage: Stage, job: Job) -> Settled:
+async def fail(stage: Stage, job: Job) -> SettleResult:
     return await stage.fail(job, ttl=100)
 
 
-async def cancel(stage: Stage, job: Job) -> Settled:
+async def cancel(stage: Stage, job: Job) -> SettleResult:
     await stage.cancel("a")
     return await stage.release(job)
 
 
-End = Callable[[Stage, Job], Awaitable[Settled]]
+End = Callable[[Stage, Job], Awaitable[SettleResult]]
 ENDS: list[End] = [complete, fail, cancel]
 
 
@@ -216,7 +216,7 @@ ENDS: list[End] = [complete, fail, cancel]
 @pytest.mark.parametrize("end", ENDS)
 async def test_keep_on_a_live_job_is_applied_at_its_end(stage: Stage, end: End, ttl: int) -> None:
     job = await running(stage)
-    assert await stage.keep("a", ttl) is Kept.LIVE
+    assert await stage.keep("a", ttl) is KeepResult.LIVE
     stage.clock.advance(7)
     await end(stage, job)
     assert await remembered_for(stage, ttl)
@@ -224,7 +224,7 @@ async def test_keep_on_a_live_job_is_applied_at_its_end(stage: Stage, end: End, 
 
 async def test_keep_on_a_waiting_job_is_applied_at_its_end(stage: Stage) -> None:
     await stage.enqueue("a")
-    assert await stage.keep("a", 5) is Kept.LIVE
+    assert await stage.keep("a", 5) is KeepResult.LIVE
     await stage.complete(await stage.claim_one(), ttl=0)
     assert await remembered_for(stage, 5)
 
@@ -265,7 +265,7 @@ async def test_keep_on_a_running_job_with_next_is_for_the_run_and_not_for_next(s
 async def test_keep_at_least_on_a_live_job_counts_from_now_and_never_shortens(stage: Stage, end: End) -> None:
     job = await running(stage)
     await stage.keep("a", 9000, at_least=True)
-    assert await stage.keep("a", 1, at_least=True) is Kept.LIVE
+    assert await stage.keep("a", 1, at_least=True) is KeepResult.LIVE
     stage.clock.advance(1000)
     await end(stage, job)
     assert await remembered_for(stage, 8000)
@@ -288,16 +288,16 @@ async def test_a_waiters_keep_outlives_a_plain_keep_that_is_shorter(stage: Stage
 
 
 async def test_keep_of_what_is_not_there_is_missing(stage: Stage) -> None:
-    assert await stage.keep("a", 10) is Kept.MISSING
+    assert await stage.keep("a", 10) is KeepResult.MISSING
     await stage.enqueue("b")
-    assert await stage.keep("a", 10) is Kept.MISSING
+    assert await stage.keep("a", 10) is KeepResult.MISSING
 
 
 async def test_keep_answers_for_each_id_of_a_batch(stage: Stage) -> None:
     await finished(stage, State.COMPLETED)
     await stage.enqueue("b")
     replies = await stage.storage.keep("q", ["b", "missing", "a"], 10_000)
-    assert replies == [Kept.LIVE, Kept.MISSING, Kept.KEPT]
+    assert replies == [KeepResult.LIVE, KeepResult.MISSING, KeepResult.KEPT]
 
 
 # a request that will be waited for
@@ -312,7 +312,7 @@ async def test_a_request_that_will_be_waited_for_is_remembered_for_at_least_its_
 
 
 async def test_a_request_that_will_be_waited_for_is_all_there_is_to_remember(stage: Stage) -> None:
-    await stage.enqueue("a", keep=30, named=False)
+    await stage.enqueue("a", keep=30, custom_id=False)
     stage.clock.advance(10)
     await stage.complete(await stage.claim_one(), None, ttl=0)
     assert await remembered_for(stage, 20)
@@ -383,14 +383,14 @@ async def test_a_forgotten_job_is_none_to_enqueue(stage: Stage, state: State) ->
 @pytest.mark.parametrize("state", FINISHED)
 async def test_a_forgotten_job_is_none_to_cancel(stage: Stage, state: State) -> None:
     await past_its_time(stage, state)
-    assert await stage.cancel("a") is Cancelled.MISSING
+    assert await stage.cancel("a") is CancelResult.MISSING
 
 
 @pytest.mark.parametrize("at_least", [False, True])
 @pytest.mark.parametrize("state", FINISHED)
 async def test_a_forgotten_job_is_none_to_keep_and_stays_forgotten(stage: Stage, state: State, at_least: bool) -> None:
     await past_its_time(stage, state)
-    assert await stage.keep("a", 1000, at_least=at_least) is Kept.MISSING
+    assert await stage.keep("a", 1000, at_least=at_least) is KeepResult.MISSING
     assert await stage.get("a") is None
 
 
@@ -399,7 +399,7 @@ async def test_a_forgotten_job_is_none_to_settle_and_extend(stage: Stage) -> Non
     await stage.complete(job, ttl=10)
     stage.clock.advance(10)
     for settle in (stage.complete, stage.fail, stage.retry, stage.release):
-        assert await settle(job) is Settled.LOST
+        assert await settle(job) is SettleResult.LOST
     assert len((await stage.extend(job)).lost) == 1
     assert await stage.get("a") is None
 
@@ -627,5 +627,5 @@ async def test_a_finished_record_counts_all_of_its_runs(stage: Stage, runs: int,
     await stage.enqueue("a", keep=keep)
     for _ in range(runs - 1):
         await stage.release(await stage.claim_one())
-    assert await stage.complete(await stage.claim_one(), b"result", ttl=60) is Settled.OK
+    assert await stage.complete(await stage.claim_one(), b"result", ttl=60) is SettleResult.OK
     assert (await stage.the("a")).attempts == runs

@@ -19,8 +19,8 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Problem, Request, Settled, State, Update, Work
+from holdfast._core.events import EventKind
+from holdfast._core.jobs import Job, Next, Outcome, Placed, Problem, Request, SettleResult, State, Update, Work
 from holdfast._core.lifecycle import DAMAGED
 from holdfast.storage import audit
 from holdfast.storage.local.engine import REPAIR_PAGE
@@ -320,7 +320,7 @@ async def runs_to_its_end(stage: Stage, *ids: str) -> None:
     """These jobs, and no others, can be claimed, and complete."""
     jobs = await claim_as_told(stage, len(ids) + 1)
     assert sorted(job.id for job in jobs) == sorted(ids)
-    assert [await stage.complete(job) for job in jobs] == [Settled.OK] * len(ids)
+    assert [await stage.complete(job) for job in jobs] == [SettleResult.OK] * len(ids)
 
 
 CONSEQUENCES = {"count", "total"}
@@ -392,7 +392,7 @@ async def test_a_running_job_that_is_listed_as_waiting_too_is_not_claimed_again(
     saboteur.double("a")
     assert kinds(await mend(stage, saboteur)) - CONSEQUENCES in ({"index"}, {"misplaced"})
     assert await stage.claim(10, worker="w2") == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_an_entry_without_a_record_is_taken_out_of_the_waiting(stage: Stage, saboteur: Saboteur) -> None:
@@ -411,7 +411,7 @@ async def test_a_lease_without_a_record_is_taken_out_of_the_running(stage: Stage
     gone = await stage.claim_one(lease=10)
     saboteur.strand("a")
     await mend(stage, saboteur, readable=False)
-    assert await stage.complete(gone) is Settled.LOST
+    assert await stage.complete(gone) is SettleResult.LOST
     assert (await stage.expire(lease=10)).stalled == []
     assert (await stage.stats()).running == 0
     await runs_to_its_end(stage, "b")
@@ -433,7 +433,7 @@ async def test_a_running_job_among_the_waiting_goes_back_and_its_lease_holds(sta
     saboteur.misplace("a")
     await mend(stage, saboteur)
     assert await stage.claim(10, worker="w2") == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_a_running_job_among_the_waiting_is_not_leased_twice_before_it_is_repaired(
@@ -443,7 +443,7 @@ async def test_a_running_job_among_the_waiting_is_not_leased_twice_before_it_is_
     job = await stage.claim_one()
     saboteur.misplace("a")
     assert await claim_as_told(stage) == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
     await repair(stage)
 
 
@@ -472,7 +472,7 @@ async def test_rows_missing_from_an_index_of_the_file_are_all_found_again(
     with index_away(sqlite.storage.path, index), aside(sqlite.storage.path) as db:
         db.executemany(f"INSERT INTO holdfast_jobs VALUES ({','.join('?' * 12)})", copies)
     assert "index" in kinds(await mend(sqlite, rows))
-    assert [await sqlite.complete(job) for job in jobs] == [Settled.OK] * 10
+    assert [await sqlite.complete(job) for job in jobs] == [SettleResult.OK] * 10
     await runs_to_its_end(sqlite, *(f"{n}" for n in range(10, 20)))
 
 
@@ -514,8 +514,8 @@ async def test_a_wrong_count_is_counted_anew(stage: Stage, saboteur: Saboteur, n
     assert await stage.stats() == before
 
 
-@pytest.mark.parametrize("kind", [Kind.ENQUEUED, Kind.COMPLETED, Kind.PROMOTED])
-async def test_totals_that_do_not_add_up_are_made_to(stage: Stage, saboteur: Saboteur, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [EventKind.ENQUEUED, EventKind.COMPLETED, EventKind.PROMOTED])
+async def test_totals_that_do_not_add_up_are_made_to(stage: Stage, saboteur: Saboteur, kind: EventKind) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     await stage.complete(await stage.claim_one())
@@ -541,7 +541,7 @@ async def test_a_stamp_from_the_future_is_never_given_out_again(stage: Stage, sa
     assert (await stage.enqueue("b")).generation > future
     jobs = await claim_as_told(stage)
     assert fence(jobs[0]) > future
-    assert await stage.complete(jobs[0]) is Settled.OK
+    assert await stage.complete(jobs[0]) is SettleResult.OK
 
 
 @pytest.mark.parametrize("stamp", [2**62, 2**63 - 1, 2**64 - 1], ids=["62 bits", "63 bits", "64 bits"])
@@ -556,7 +556,7 @@ async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
         await sqlite.enqueue("c", update=Update())
     jobs = await claim_as_told(sqlite, 3)
     assert {"b", "c"} <= {job.id for job in jobs}
-    assert [await sqlite.complete(job) for job in jobs] == [Settled.OK] * len(jobs)
+    assert [await sqlite.complete(job) for job in jobs] == [SettleResult.OK] * len(jobs)
 
 
 UNREADABLE = [b"", b"\x00", b"noise", b"\x85\xa4time", "text", 5]
@@ -574,7 +574,7 @@ async def test_a_ledger_that_cannot_be_read_is_reported_and_made_anew(
     rows.sql("UPDATE holdfast_queues SET ledger = ?", ledger)
     await mend(sqlite, rows)
     assert replace(await sqlite.stats(), totals={}) == replace(before, totals={})
-    assert await sqlite.complete(job) is Settled.OK
+    assert await sqlite.complete(job) is SettleResult.OK
     await runs_to_its_end(sqlite, "c", "d")
 
 
@@ -597,7 +597,7 @@ async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: 
     await sqlite.sweep(worker="w1")
     again = await sqlite.claim(3)
     assert min(fence(job) for job in again) > fence(late)
-    assert await sqlite.complete(late) is Settled.LOST
+    assert await sqlite.complete(late) is SettleResult.LOST
     await repair(sqlite)
 
 
@@ -631,7 +631,7 @@ async def test_a_worker_record_that_cannot_be_read_hides_no_other_worker(sqlite:
 async def enqueue_many(stage: Stage, count: int) -> list[str]:
     ids = [f"{n:04}" for n in range(count)]
     for start in range(0, count, 200):
-        requests = [Request(id, Work(b"payload"), named=True) for id in ids[start : start + 200]]
+        requests = [Request(id, Work(b"payload"), custom_id=True) for id in ids[start : start + 200]]
         await stage.storage.enqueue("q", requests)
     return ids
 
@@ -774,7 +774,7 @@ async def use_every_verb(stage: Stage) -> None:
     await stage.extend(job)
     await repair(stage)
     assert (await audit(stage.storage, "q")).problems == []
-    assert await stage.release(job) is Settled.OK
+    assert await stage.release(job) is SettleResult.OK
     await stage.cancel("a")
     await stage.enqueue("a", update=Update())
 
@@ -825,7 +825,7 @@ async def test_a_column_that_holds_what_it_should_not_is_reported_and_mended(
     (jobs, failed) = await claim_as_told(sqlite, 3), (await sqlite.stats()).failed
     assert [job.id for job in jobs][-1] == "b"
     assert len(jobs) + failed == 2, "the broken job can neither be claimed nor is it listed as failed"
-    assert [await sqlite.complete(job) for job in jobs] == [Settled.OK] * len(jobs)
+    assert [await sqlite.complete(job) for job in jobs] == [SettleResult.OK] * len(jobs)
 
 
 @pytest.mark.parametrize("worker", [None, "w2", b"w1"], ids=repr)
@@ -935,7 +935,7 @@ async def test_the_holder_of_a_garbled_record_has_lost_its_lease(sqlite: Stage, 
     job = await sqlite.claim_one()
     garble(rows, "a")
     assert len((await sqlite.extend(job)).lost) == 1
-    assert await sqlite.complete(job) is Settled.LOST
+    assert await sqlite.complete(job) is SettleResult.LOST
     await repair(sqlite)
 
 
@@ -947,7 +947,7 @@ async def test_an_enqueue_restarts_a_garbled_record(sqlite: Stage, rows: SqliteS
     assert (await sqlite.enqueue("a", b"again")).placed is Placed.NEW
     job = await sqlite.claim_one()
     assert (job.id, job.payload) == ("a", b"again")
-    assert await sqlite.complete(job) is Settled.OK
+    assert await sqlite.complete(job) is SettleResult.OK
     assert await sqlite.problems() == []
 
 
@@ -961,7 +961,7 @@ async def test_an_operators_retry_works_with_what_is_left_of_a_garbled_record(
     assert (reply.placed, reply.state) == (Placed.NEW, State.FAILED)
     job = await sqlite.claim_one()
     assert (job.id, job.payload) == ("a", b"precious")
-    assert await sqlite.complete(job) is Settled.OK
+    assert await sqlite.complete(job) is SettleResult.OK
 
 
 async def test_an_operators_retry_works_before_the_repair_as_well(sqlite: Stage, rows: SqliteSaboteur) -> None:

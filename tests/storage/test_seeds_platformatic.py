@@ -12,7 +12,17 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._client.waiters import wait
-from holdfast._core.jobs import Cancelled, Complete, Enqueued, Kept, Outcome, Placed, Settled, State, Update
+from holdfast._core.jobs import (
+    CancelResult,
+    Complete,
+    Enqueued,
+    KeepResult,
+    Outcome,
+    Placed,
+    SettleResult,
+    State,
+    Update,
+)
 from holdfast.errors import JobForgotten, OptionError, WaitTimeout
 from tests.storage.stage import Stage, fence
 
@@ -103,8 +113,8 @@ async def test_a_lease_of_one_queue_settles_nothing_in_another(stage: Stage) -> 
         await queue.enqueue("a")
     job = await one.claim_one(worker="w1")
     running = await two.claim_one(worker="w2")
-    assert await two.complete(job, worker="w1") is Settled.LOST
-    assert await one.complete(job, worker="w1") is Settled.OK
+    assert await two.complete(job, worker="w1") is SettleResult.LOST
+    assert await one.complete(job, worker="w1") is SettleResult.OK
     assert await two.the("a") == running
 
 
@@ -129,9 +139,9 @@ async def test_past_its_time_a_job_is_none_to_every_verb_before_any_sweep(stage:
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(1)
     assert await stage.get("a") is None
-    assert await stage.cancel("a") is Cancelled.MISSING
-    assert await stage.keep("a", 99) is Kept.MISSING
-    assert await stage.keep("a", 99, at_least=True) is Kept.MISSING
+    assert await stage.cancel("a") is CancelResult.MISSING
+    assert await stage.keep("a", 99) is KeepResult.MISSING
+    assert await stage.keep("a", 99, at_least=True) is KeepResult.MISSING
     assert (await stage.storage.scan("q")).jobs == []
     retry = Update(payload=False)
     assert (await stage.enqueue("a", None, update=retry)).placed is None
@@ -207,14 +217,14 @@ async def test_a_result_kept_for_no_time_is_dropped_but_not_from_under_a_waiter(
 async def test_keep_moves_the_time_of_an_end_and_what_it_blocks(stage: Stage, end: str) -> None:
     await stage.enqueue("a")
     await getattr(stage, end)(await stage.claim_one(), ttl=10)
-    assert await stage.keep("a", 100) is Kept.KEPT
+    assert await stage.keep("a", 100) is KeepResult.KEPT
     stage.clock.advance(99)
     assert (await stage.enqueue("a")).placed is (Placed.COMPLETED if end == "complete" else Placed.NEW)
 
 
 async def test_keep_of_a_live_job_holds_from_its_end(stage: Stage) -> None:
     await stage.enqueue("a")
-    assert await stage.keep("a", 100) is Kept.LIVE
+    assert await stage.keep("a", 100) is KeepResult.LIVE
     stage.clock.advance(500)
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(99)
@@ -227,7 +237,7 @@ async def test_keep_of_nobody_and_of_a_forgotten_job_is_missing(stage: Stage) ->
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(1)
-    assert await stage.storage.keep("q", ["nobody", "a"], 1000) == [Kept.MISSING] * 2
+    assert await stage.storage.keep("q", ["nobody", "a"], 1000) == [KeepResult.MISSING] * 2
 
 
 # Waiting for an end
@@ -265,7 +275,7 @@ async def test_a_wait_that_is_too_short_says_so_and_leaves_the_job_and_the_other
     second = await stage.enqueue("b")
     await stage.complete(await stage.claim_one(), b"b")
     assert (await waiting(stage, second, 0)).result == b"b"
-    assert await stage.complete(job, b"a") is Settled.OK
+    assert await stage.complete(job, b"a") is SettleResult.OK
     assert (await waiting(stage, reply, 0)).result == b"a"
 
 
@@ -296,7 +306,7 @@ async def test_a_wait_for_an_end_that_was_forgotten_is_told_so(stage: Stage) -> 
 
 
 async def test_one_waiter_that_leaves_silences_no_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 60.0)  # So that only a hint can wake them in time.
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 60.0)  # So that only a hint can wake them in time.
     reply = await stage.enqueue("a")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         task = group.create_task(waiting(stage, reply, 50))
@@ -320,7 +330,7 @@ async def test_cancel_says_what_it_met_and_erases_nothing(stage: Stage) -> None:
     await stage.complete(jobs["completed"])
     before = [await stage.the(id) for id in ("failed", "completed")]
     replies = [await stage.cancel(id) for id in ("failed", "completed", "running", "nobody")]
-    assert replies == [Cancelled.FINISHED, Cancelled.FINISHED, Cancelled.ASKED, Cancelled.MISSING]
+    assert replies == [CancelResult.FINISHED, CancelResult.FINISHED, CancelResult.ASKED, CancelResult.MISSING]
     assert not any(replies)
     assert [await stage.the(id) for id in ("failed", "completed")] == before
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind, Topic
-from holdfast._core.jobs import Placed, Request, Settled, State, Work
+from holdfast._core.events import EventKind, Topic
+from holdfast._core.jobs import Placed, Request, SettleResult, State, Work
 from holdfast.errors import PayloadRejected
 from holdfast.storage import connect
 from tests.storage.harness import Harness
@@ -60,7 +60,7 @@ async def test_an_odd_id_is_an_id_like_any_other(stage: Stage, id: str) -> None:
     await stage.expire()
     again = await stage.claim_one(worker="host:3")
     assert (again.id, again.stalls) == (id, 1)
-    assert await stage.complete(again, worker="host:3") is Settled.OK
+    assert await stage.complete(again, worker="host:3") is SettleResult.OK
     assert (await stage.enqueue(id)).placed is Placed.COMPLETED
     assert (await stage.the("x")).state is State.WAITING
 
@@ -184,7 +184,7 @@ async def test_a_stalled_job_is_completed_by_another_worker(stage: Stage) -> Non
     await stage.expire()
     second = await stage.claim_one(worker="alive")
     assert (second.payload, second.attempts, second.stalls) == (b"data", 2, 1)
-    assert await stage.complete(second, worker="alive") is Settled.OK
+    assert await stage.complete(second, worker="alive") is SettleResult.OK
 
 
 @pytest.mark.parametrize("end", ["complete", "fail"])
@@ -285,7 +285,7 @@ async def test_a_sleeping_worker_is_woken_by_another_clients_enqueue(stage: Stag
         assert await stage.claim(1) == []
         sleeper = asyncio.create_task(heard(events, 1))
         await other.enqueue("a")
-        assert await sleeper == [(Kind.ENQUEUED, "a")]
+        assert await sleeper == [(EventKind.ENQUEUED, "a")]
         assert [job.id for job in await stage.claim(1)] == ["a"]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Cancelled, Job, Lease, Placed, Settled, State, Update, Work
+from holdfast._core.jobs import CancelResult, Job, LeaseRef, Placed, SettleResult, State, Update, Work
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import connect
 from tests.storage.harness import Harness
@@ -213,7 +213,7 @@ async def test_one_wrong_reading_of_the_clock_takes_nothing_from_the_living(stag
         assert (await stage.sweep()).stalled == []
         stage.clock.advance(-3600)
         assert (await stage.extend(job)).lost == []
-    assert await stage.complete(job) is Settled.OK
+    assert await stage.complete(job) is SettleResult.OK
 
 
 # Ends
@@ -222,7 +222,7 @@ async def test_one_wrong_reading_of_the_clock_takes_nothing_from_the_living(stag
 async def test_a_cancelled_job_never_runs_and_leaves_the_others_alone(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
-    assert await stage.cancel("a") is Cancelled.CANCELLED
+    assert await stage.cancel("a") is CancelResult.CANCELLED
     assert [job.id for job in await stage.claim(10)] == ["b"]
     assert (await stage.the("a")).state is State.CANCELLED
 
@@ -230,7 +230,7 @@ async def test_a_cancelled_job_never_runs_and_leaves_the_others_alone(stage: Sta
 async def test_a_cancel_of_an_unknown_id_finds_nothing(stage: Stage) -> None:
     await stage.enqueue("a")
     reply = await stage.cancel("nobody")
-    assert reply is Cancelled.MISSING
+    assert reply is CancelResult.MISSING
     assert not reply
 
 
@@ -245,7 +245,7 @@ async def test_a_completed_job_holds_no_lease_any_more(stage: Stage) -> None:
 
 async def test_a_job_with_nothing_to_remember_is_gone_everywhere_once_completed(stage: Stage) -> None:
     for id in "abc":
-        await stage.enqueue(id, named=False)
+        await stage.enqueue(id, custom_id=False)
     for job in await stage.claim(3):
         await stage.complete(job, None, ttl=0)
     assert await stage.storage.get("q", ["a", "b", "c"]) == [None] * 3
@@ -303,14 +303,14 @@ async def test_a_zombie_that_claims_other_work_does_not_get_its_lost_lease_back(
     await stage.claim_one(worker="w2")
     await stage.enqueue("b")
     other = await stage.claim_one(worker="zombie")
-    leases = [Lease("a", fence(lost)), Lease("b", fence(other))]
+    leases = [LeaseRef("a", fence(lost)), LeaseRef("b", fence(other))]
     extended = await stage.storage.extend("q", leases, worker="zombie", lease_ms=10_000)
     assert extended.lost == leases[:1]
 
 
 async def test_an_extend_of_a_lease_that_was_never_given_is_lost(stage: Stage) -> None:
     await stage.enqueue("a")
-    strangers = [Lease("a", 1), Lease("nobody", 1)]
+    strangers = [LeaseRef("a", 1), LeaseRef("nobody", 1)]
     assert (await stage.storage.extend("q", strangers, worker="w1", lease_ms=1000)).lost == strangers
 
 
@@ -396,6 +396,6 @@ async def test_no_history_overlaps_starts_early_skips_the_line_or_runs_on_after_
             held[job.id] = job
         for job in rng.sample(list(held.values()), k=len(held) // 2):
             settle = rng.choice([stage.complete, stage.complete, stage.fail, stage.retry, stage.release])
-            assert await settle(held.pop(job.id)) is Settled.OK
+            assert await settle(held.pop(job.id)) is SettleResult.OK
             completed[job.id, job.generation] += settle == stage.complete
     assert completed

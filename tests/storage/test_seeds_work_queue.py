@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast._core.jobs import Job, Placed, Settled, State, new_id
+from holdfast._core.jobs import Job, Placed, SettleResult, State, new_id
 from holdfast.errors import OptionError
 from holdfast.storage import audit
 from holdfast.storage.local.memory import MemoryStorage
@@ -112,18 +112,18 @@ async def test_a_late_complete_leaves_neither_a_ghost_nor_a_second_copy(stage: S
     await stage.enqueue("a", b"data")
     late = await stage.claim_one(worker="slow")
     await stage.expire()
-    assert await stage.complete(late, worker="slow") is Settled.LOST
+    assert await stage.complete(late, worker="slow") is SettleResult.LOST
     assert (await stage.enqueue("a", b"again")).placed is Placed.DUPLICATE
     (job,) = await stage.claim(10, worker="w2")
     assert job.payload == b"data"
-    assert await stage.complete(job, ttl=0, worker="w2") is Settled.OK
+    assert await stage.complete(job, ttl=0, worker="w2") is SettleResult.OK
     assert (await stage.claim(10), (await stage.storage.scan("q")).jobs) == ([], [])
 
 
 async def test_a_job_completed_before_the_work_is_never_handed_out_again(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
-    assert await stage.complete(job, ttl=0) is Settled.OK
+    assert await stage.complete(job, ttl=0) is SettleResult.OK
     await stage.expire()
     assert await stage.claim(10) == []
 
@@ -235,11 +235,11 @@ async def test_however_many_leases_are_dropped_every_job_and_what_it_spawned_com
     dropped: list[tuple[Job, str]] = []
 
     async def finish(client: Stage, job: Job, worker: str) -> None:
-        if await client.complete(job, None, ttl=0, worker=worker) is Settled.OK:
+        if await client.complete(job, None, ttl=0, worker=worker) is SettleResult.OK:
             completed[job.id] += 1
             for n in range(2 if "." not in job.id else 0):
                 await client.enqueue(f"{job.id}.{n}")
-        assert await client.complete(job, None, ttl=0, worker=worker) is Settled.LOST
+        assert await client.complete(job, None, ttl=0, worker=worker) is SettleResult.LOST
 
     for root in range(30):
         await stage.enqueue(f"{root}")

@@ -11,9 +11,9 @@ import asyncio
 import pytest
 
 from holdfast._client import waiters
-from holdfast._core.events import Kind, Topic
-from holdfast._core.jobs import Cancelled, Placed, Settled, State, Swept
-from holdfast.storage.subscriptions import Hub
+from holdfast._core.events import EventKind, Topic
+from holdfast._core.jobs import CancelResult, Placed, SettleResult, State, Swept
+from holdfast.storage.subscriptions import EventBus
 from tests.storage.stage import Stage, heard
 
 # Queues
@@ -23,7 +23,7 @@ async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_n
     assert await stage.storage.purge("q", list(State), drop=True) == 0
     assert await stage.sweep() == await stage.sweep(worker="w1") == Swept([], [], 0, False, None)
     assert await stage.claim(10) == []
-    assert await stage.cancel("a") is Cancelled.MISSING
+    assert await stage.cancel("a") is CancelResult.MISSING
     assert (await stage.storage.snapshot()).queues == []
 
 
@@ -39,7 +39,7 @@ async def test_a_queue_of_any_allowed_name_is_heard_and_listed_like_any_other(st
     queue = Stage(stage.storage, stage.clock, name)
     async with stage.storage.subscribe(Topic(name)) as events:
         await queue.enqueue("a")
-        assert await heard(events, 1) == [(Kind.ENQUEUED, "a")]
+        assert await heard(events, 1) == [(EventKind.ENQUEUED, "a")]
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == [name]
 
 
@@ -51,7 +51,11 @@ async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_makes_it
         await stage.storage.pause("q", True, reason="deleted")
         while await stage.storage.purge("q", list(State), drop=True):
             pass
-        assert set(await heard(events, 3)) == {(Kind.PURGED, "b"), (Kind.PURGED, "c"), (Kind.CANCEL_ASKED, "a")}
+        assert set(await heard(events, 3)) == {
+            (EventKind.PURGED, "b"),
+            (EventKind.PURGED, "c"),
+            (EventKind.CANCEL_ASKED, "a"),
+        }
     assert [lease.id for lease in (await stage.extend(running)).cancel_asked] == ["a"]
     await stage.release(running)
     while await stage.storage.purge("q", list(State), drop=True):
@@ -139,9 +143,9 @@ async def test_a_late_complete_is_heard_by_nobody(stage: Stage) -> None:
     late = await stage.claim_one(worker="zombie")
     await stage.expire()
     async with stage.storage.subscribe(Topic("q")) as events:
-        assert await stage.complete(late, worker="zombie") is Settled.LOST
+        assert await stage.complete(late, worker="zombie") is SettleResult.LOST
         await stage.enqueue("marker")
-        assert await heard(events, 1) == [(Kind.ENQUEUED, "marker")]
+        assert await heard(events, 1) == [(EventKind.ENQUEUED, "marker")]
 
 
 # Notification
@@ -158,7 +162,12 @@ async def test_work_that_comes_back_wakes_whoever_waits_for_work(stage: Stage, o
         await stage.retry(retried)
         await stage.sweep(worker="dead")
         await stage.expire(lease=1)
-        expected = [(Kind.RELEASED, "a"), (Kind.RETRIED, "b"), (Kind.STALLED, "c"), (Kind.STALLED, "d")]
+        expected = [
+            (EventKind.RELEASED, "a"),
+            (EventKind.RETRIED, "b"),
+            (EventKind.STALLED, "c"),
+            (EventKind.STALLED, "d"),
+        ]
         assert await heard(events, 4) == expected
 
 
@@ -167,15 +176,15 @@ async def test_a_cancel_is_heard_whether_its_job_waits_or_runs(stage: Stage) -> 
         await stage.enqueue(id)
     await stage.claim_one()
     async with stage.storage.subscribe(Topic("q")) as events:
-        assert [await stage.cancel(id) for id in "ab"] == [Cancelled.ASKED, Cancelled.CANCELLED]
-        assert await heard(events, 2) == [(Kind.CANCEL_ASKED, "a"), (Kind.CANCELLED, "b")]
+        assert [await stage.cancel(id) for id in "ab"] == [CancelResult.ASKED, CancelResult.CANCELLED]
+        assert await heard(events, 2) == [(EventKind.CANCEL_ASKED, "a"), (EventKind.CANCELLED, "b")]
 
 
 async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Hub, "publish", lambda hub, events: None)
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(EventBus, "publish", lambda hub, events: None)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.01)
     reply = await stage.enqueue("a")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         task = group.create_task(waiters.wait(stage.storage, "q", "a", reply.generation, wait_s=None))
@@ -188,7 +197,7 @@ async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
 async def test_a_worker_to_whom_every_hint_is_lost_still_gets_the_work(
     stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Hub, "publish", lambda hub, events: None)
+    monkeypatch.setattr(EventBus, "publish", lambda hub, events: None)
     await stage.enqueue("a", delay=1)
     claim = await other.storage.claim("q", 1, worker="w1", lease_ms=1000)
     assert (claim.jobs, claim.next_run_at) == ([], stage.wall(1))

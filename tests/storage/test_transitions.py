@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._core.jobs import Cancelled, Job, Placed, Settled, Update
+from holdfast._core.jobs import CancelResult, Job, Placed, SettleResult, Update
 from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
 from tests.storage.stage import Stage
 
@@ -59,13 +59,13 @@ async def do(stage: Stage, act: Act, job: Job | None, *, remember: bool = True) 
             stage.clock.advance(8 * DAY)
             return (await stage.sweep()).forgotten
         case Act.COMPLETE:
-            return Settled.LOST if job is None else await stage.complete(job, ttl=3600 if remember else 0)
+            return SettleResult.LOST if job is None else await stage.complete(job, ttl=3600 if remember else 0)
         case Act.FAIL:
-            return Settled.LOST if job is None else await stage.fail(job)
+            return SettleResult.LOST if job is None else await stage.fail(job)
         case Act.RETRY:
-            return Settled.LOST if job is None else await stage.retry(job)
+            return SettleResult.LOST if job is None else await stage.retry(job)
         case Act.RELEASE:
-            return Settled.LOST if job is None else await stage.release(job)
+            return SettleResult.LOST if job is None else await stage.release(job)
 
 
 CELLS = [(phase, act, after) for phase, acts in TRANSITIONS.items() for act, after in acts.items()]
@@ -91,8 +91,8 @@ async def test_a_completion_with_nothing_to_remember_leaves_no_record(stage: Sta
 INERT: dict[Act, object] = {
     Act.CLAIM: [],
     Act.EXPIRE: [],
-    Act.CANCEL: Cancelled.MISSING,
-    **dict.fromkeys(SETTLE, Settled.LOST),
+    Act.CANCEL: CancelResult.MISSING,
+    **dict.fromkeys(SETTLE, SettleResult.LOST),
 }
 OTHER_CELLS = [(phase, act) for phase in Phase for act in INERT if act not in TRANSITIONS[phase]]
 

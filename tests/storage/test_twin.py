@@ -18,8 +18,8 @@ import redis.asyncio
 from redis.asyncio.sentinel import Sentinel
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import Kind, Topic
-from holdfast._core.jobs import Complete, Job, Placed, Request, Settled, Update, Work
+from holdfast._core.events import EventKind, Topic
+from holdfast._core.jobs import Complete, Job, Placed, Request, SettleResult, Update, Work
 from holdfast.errors import PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.memory import MemoryStorage
@@ -43,8 +43,8 @@ async def as_twin(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, T]])
     """Open a twin in another thread, do this with it, and close it."""
 
     async def main() -> T:
-        async with stage.storage.twin() as twin:
-            return await work(Stage(twin, stage.clock, stage.queue))
+        async with stage.storage.clone() as clone:
+            return await work(Stage(clone, stage.clock, stage.queue))
 
     return await in_a_thread(main())
 
@@ -64,19 +64,19 @@ def restless() -> Iterator[None]:
 @pytest.mark.parametrize("only", ["ready", "wake"])
 async def test_what_a_twin_enqueues_is_heard_and_claimed(stage: Stage, only: Any) -> None:
     async with stage.storage.subscribe(Topic("q", only)) as events:
-        reply = await as_twin(stage, lambda twin: twin.enqueue("a", b"from there"))
+        reply = await as_twin(stage, lambda clone: clone.enqueue("a", b"from there"))
         async with asyncio.timeout(10):
             event = await anext(events)
     assert reply.placed is Placed.NEW
-    assert (event.queue, event.kind in (Kind.ENQUEUED, Kind.UPDATED)) == ("q", True)
+    assert (event.queue, event.kind in (EventKind.ENQUEUED, EventKind.UPDATED)) == ("q", True)
     assert (await stage.claim_one()).payload == b"from there"
 
 
 async def test_a_twin_hears_what_the_first_does(stage: Stage) -> None:
     listening = threading.Event()
 
-    async def listen(twin: Stage) -> list[tuple[Kind, str]]:
-        async with twin.storage.subscribe(Topic("q")) as events:
+    async def listen(clone: Stage) -> list[tuple[EventKind, str]]:
+        async with clone.storage.subscribe(Topic("q")) as events:
             listening.set()
             return await heard(events, 2)
 
@@ -84,35 +84,35 @@ async def test_a_twin_hears_what_the_first_does(stage: Stage) -> None:
     assert await asyncio.to_thread(listening.wait, 10)
     await stage.enqueue("a")
     await stage.claim_one()
-    assert await hearing == [(Kind.ENQUEUED, "a"), (Kind.CLAIMED, "a")]
+    assert await hearing == [(EventKind.ENQUEUED, "a"), (EventKind.CLAIMED, "a")]
 
 
 async def test_a_lease_of_one_is_extended_and_settled_through_the_other(stage: Stage) -> None:
     await stage.enqueue("a")
     mine = await stage.claim_one(lease=10)
     stage.clock.advance(6)
-    assert (await as_twin(stage, lambda twin: twin.extend(mine, lease=10))).lost == []
+    assert (await as_twin(stage, lambda clone: clone.extend(mine, lease=10))).lost == []
     stage.clock.advance(6)
     assert (await stage.sweep()).overdue == []
-    assert await as_twin(stage, lambda twin: twin.complete(mine)) is Settled.OK
+    assert await as_twin(stage, lambda clone: clone.complete(mine)) is SettleResult.OK
     await stage.enqueue("b")
-    theirs = await as_twin(stage, lambda twin: twin.claim_one())
+    theirs = await as_twin(stage, lambda clone: clone.claim_one())
     assert (await stage.extend(theirs)).lost == []
-    assert await stage.settle(Complete("b", fence(theirs), b"done")) is Settled.OK
-    assert await stage.complete(mine) is Settled.LOST
+    assert await stage.settle(Complete("b", fence(theirs), b"done")) is SettleResult.OK
+    assert await stage.complete(mine) is SettleResult.LOST
 
 
 @pytest.mark.usefixtures("restless")
 async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: Stage) -> None:
     def work(name: str) -> Callable[[Stage], Coroutine[Any, Any, list[str]]]:
-        async def main(twin: Stage) -> list[str]:
+        async def main(clone: Stage) -> list[str]:
             done: list[str] = []
             for n in range(ROUNDS):
-                await twin.enqueue(f"{name}{n}")
-                await twin.enqueue("shared", update=Update())
-                for job in await twin.claim(2, worker=name):
-                    assert (await twin.extend(job, worker=name)).lost == []
-                    assert await twin.complete(job, ttl=0, worker=name) is Settled.OK
+                await clone.enqueue(f"{name}{n}")
+                await clone.enqueue("shared", update=Update())
+                for job in await clone.claim(2, worker=name):
+                    assert (await clone.extend(job, worker=name)).lost == []
+                    assert await clone.complete(job, ttl=0, worker=name) is SettleResult.OK
                     done.append(job.id)
             return done
 
@@ -124,8 +124,8 @@ async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: S
     assert ran == Counter(f"{name}{n}" for name in ("a", "b") for n in range(ROUNDS))
     assert await stage.problems() == []
     totals = (await stage.stats()).totals
-    assert totals[Kind.COMPLETED] == len(ends[0]) + len(ends[1])
-    assert totals[Kind.CLAIMED] == totals[Kind.COMPLETED] + len(left)
+    assert totals[EventKind.COMPLETED] == len(ends[0]) + len(ends[1])
+    assert totals[EventKind.CLAIMED] == totals[EventKind.COMPLETED] + len(left)
 
 
 # Opened and closed for itself
@@ -134,18 +134,18 @@ async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: S
 async def test_a_twin_that_closes_leaves_the_first_as_it_was(stage: Stage) -> None:
     async with stage.storage.subscribe(Topic("q")) as events:
         for _ in range(2):
-            await as_twin(stage, lambda twin: twin.get("a"))
+            await as_twin(stage, lambda clone: clone.get("a"))
         await stage.enqueue("a")
-        assert await heard(events, 1) == [(Kind.ENQUEUED, "a")]
-    assert await stage.complete(await stage.claim_one()) is Settled.OK
+        assert await heard(events, 1) == [(EventKind.ENQUEUED, "a")]
+    assert await stage.complete(await stage.claim_one()) is SettleResult.OK
 
 
 async def test_a_twin_outlives_the_first(stage: Stage, clock: ManualClock) -> None:
-    storage = stage.storage.twin()
+    storage = stage.storage.clone()
     async with storage:
-        async with storage.twin() as twin:
+        async with storage.clone() as clone:
             await storage.__aexit__(None, None, None)
-            assert (await Stage(twin, clock).enqueue("a")).placed is Placed.NEW
+            assert (await Stage(clone, clock).enqueue("a")).placed is Placed.NEW
             with pytest.raises(StorageUnavailable, match="not open"):
                 await storage.get("q", ["a"])
         await storage.__aenter__()
@@ -154,26 +154,26 @@ async def test_a_twin_outlives_the_first(stage: Stage, clock: ManualClock) -> No
 
 async def test_a_twin_is_not_open_before_it_is_opened(stage: Stage) -> None:
     with pytest.raises(StorageUnavailable, match="not open"):
-        await stage.storage.twin().get("q", ["a"])
+        await stage.storage.clone().get("q", ["a"])
 
 
 async def test_a_twin_of_a_twin_that_never_was_open_will_do(stage: Stage, clock: ManualClock) -> None:
-    async with stage.storage.twin().twin() as twin:
-        await Stage(twin, clock).enqueue("a")
+    async with stage.storage.clone().clone() as clone:
+        await Stage(clone, clock).enqueue("a")
     assert (await stage.the("a")).id == "a"
 
 
 @pytest.mark.parametrize("url", ["memory://", "sqlite:///jobs.db", "redis://localhost:1"])
 async def test_a_twin_has_the_same_limits(url: str) -> None:
-    twin = connect(url, max_payload=3, namespace="mine").twin()
+    clone = connect(url, max_payload=3, namespace="mine").clone()
     with pytest.raises(PayloadRejected, match="at most 3"):
-        await twin.enqueue("q", [Request("a", Work(b"four"))])
-    assert twin.namespace == "mine"  # type: ignore[attr-defined]
+        await clone.enqueue("q", [Request("a", Work(b"four"))])
+    assert clone.namespace == "mine"  # type: ignore[attr-defined]
 
 
 async def test_a_twin_keeps_the_durability_that_was_asked_for(tmp_path: Path) -> None:
-    async with connect(f"sqlite:///{tmp_path}/jobs.db?synchronous=full").twin() as twin:
-        writer = twin._writer  # type: ignore[attr-defined]
+    async with connect(f"sqlite:///{tmp_path}/jobs.db?synchronous=full").clone() as clone:
+        writer = clone._writer  # type: ignore[attr-defined]
         assert writer._db.execute("PRAGMA synchronous").fetchone() == (2,)
 
 
@@ -269,9 +269,9 @@ async def test_a_twin_goes_the_same_way(way: str) -> None:
 async def test_twins_are_different_clients_to_the_server() -> None:
     async with ways() as found:
         for storage in found.values():
-            twin = storage.twin()
-            assert twin._client != storage._client
-            assert twin._servers is not storage._servers
+            clone = storage.clone()
+            assert clone._client != storage._client
+            assert clone._servers is not storage._servers
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["a URL", "a client"])
@@ -283,7 +283,7 @@ async def test_a_twin_asks_the_sentinels_itself(own: bool) -> None:
         storage = of_client(client) if own else connect(watched.url)
         async with storage:
             await _back_and_forth(storage)
-            assert not _clients(storage) & _clients(storage.twin())
+            assert not _clients(storage) & _clients(storage.clone())
         for mine in (client, *sentinel.sentinels):
             await mine.aclose()
     finally:
@@ -301,15 +301,15 @@ async def _back_and_forth(storage: Storage) -> None:
     await storage.enqueue("q", [Request("there", Work(b"1"))])
 
     async def work() -> Job:
-        async with storage.twin() as twin:
-            await twin.enqueue("q", [Request("here", Work(b"2"))])
-            (job,) = (await twin.claim("q", 1, worker="w", lease_ms=60_000)).jobs
+        async with storage.clone() as clone:
+            await clone.enqueue("q", [Request("here", Work(b"2"))])
+            (job,) = (await clone.claim("q", 1, worker="w", lease_ms=60_000)).jobs
             return job
 
     async with storage.subscribe(Topic("q")) as events:
         job = await in_a_thread(work())
-        assert (Kind.ENQUEUED, "here") in await heard(events, 2)
+        assert (EventKind.ENQUEUED, "here") in await heard(events, 2)
     assert job.id == "there"
-    assert await storage.settle("q", [Complete("there", fence(job))], worker="w") == [Settled.OK]
+    assert await storage.settle("q", [Complete("there", fence(job))], worker="w") == [SettleResult.OK]
     assert [job.id for job in (await storage.claim("q", 5, worker="w", lease_ms=60_000)).jobs] == ["here"]
     assert (await audit(storage, "q")).problems == []

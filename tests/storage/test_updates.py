@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from holdfast._core.jobs import Enqueued, Job, Outcome, Placed, Request, Settled, State, Update, Work
+from holdfast._core.jobs import Enqueued, Job, Outcome, Placed, Request, SettleResult, State, Update, Work
 from tests.storage.stage import Stage
 
 RunAt = bool | Literal["if_later", "if_earlier"]
@@ -112,32 +112,32 @@ FINISHED: list[Arrange] = [completed, failed, cancelled]
 ENDED: list[Arrange] = [failed, cancelled]
 
 
-def named(arrange: Arrange) -> str:
+def custom_id(arrange: Arrange) -> str:
     return arrange.__name__
 
 
-async def complete(stage: Stage, job: Job) -> Settled:
+async def complete(stage: Stage, job: Job) -> SettleResult:
     return await stage.complete(job)
 
 
-async def fail(stage: Stage, job: Job) -> Settled:
+async def fail(stage: Stage, job: Job) -> SettleResult:
     return await stage.fail(job)
 
 
-async def retry(stage: Stage, job: Job) -> Settled:
+async def retry(stage: Stage, job: Job) -> SettleResult:
     return await stage.retry(job, delay=50)
 
 
-async def release(stage: Stage, job: Job) -> Settled:
+async def release(stage: Stage, job: Job) -> SettleResult:
     return await stage.release(job)
 
 
-async def stall(stage: Stage, job: Job) -> Settled:
+async def stall(stage: Stage, job: Job) -> SettleResult:
     assert (await stage.expire()).stalled == [job.id]
-    return Settled.OK
+    return SettleResult.OK
 
 
-End = Callable[[Stage, Job], Awaitable[Settled]]
+End = Callable[[Stage, Job], Awaitable[SettleResult]]
 ENDS: list[End] = [complete, fail]
 RETURNS: list[End] = [retry, release, stall]
 
@@ -157,7 +157,7 @@ async def test_a_request_for_no_job_is_placed_new_with_its_stamp_as_generation(s
     )
 
 
-@pytest.mark.parametrize("arrange", LIVE, ids=named)
+@pytest.mark.parametrize("arrange", LIVE, ids=custom_id)
 async def test_keep_leaves_a_live_job_as_it_is_and_answers_duplicate(stage: Stage, arrange: Arrange) -> None:
     before = await arrange(stage)
     stage.clock.advance(1)
@@ -189,7 +189,7 @@ async def test_keep_on_a_completed_job_past_dedup_ttl_restarts_it(stage: Stage) 
     assert (job.state, job.payload, job.previous) == (State.WAITING, b"asked", before.outcome)
 
 
-@pytest.mark.parametrize("arrange", ENDED, ids=named)
+@pytest.mark.parametrize("arrange", ENDED, ids=custom_id)
 async def test_keep_on_a_failed_or_cancelled_job_restarts_it_as_a_new_generation(
     stage: Stage, arrange: Arrange
 ) -> None:
@@ -204,7 +204,7 @@ async def test_keep_on_a_failed_or_cancelled_job_restarts_it_as_a_new_generation
 
 
 @pytest.mark.parametrize("update", [None, Update()], ids=["keep", "update"])
-@pytest.mark.parametrize("arrange", FINISHED, ids=named)
+@pytest.mark.parametrize("arrange", FINISHED, ids=custom_id)
 async def test_past_its_forget_time_a_job_is_placed_as_if_it_had_never_been(
     stage: Stage, arrange: Arrange, update: Update | None
 ) -> None:
@@ -242,7 +242,7 @@ async def test_an_update_of_a_waiting_job_changes_what_its_rules_say(stage: Stag
     assert job.generation == reply.generation > before.generation
 
 
-@pytest.mark.parametrize("arrange", WAITING, ids=named)
+@pytest.mark.parametrize("arrange", WAITING, ids=custom_id)
 async def test_an_update_of_a_waiting_job_is_placed_updated_and_never_lowers_its_attempts(
     stage: Stage, arrange: Arrange
 ) -> None:
@@ -299,7 +299,7 @@ async def test_a_delay_counts_from_the_update_and_not_from_the_first_request(sta
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=rules_of)
-@pytest.mark.parametrize("arrange", FINISHED, ids=named)
+@pytest.mark.parametrize("arrange", FINISHED, ids=custom_id)
 async def test_an_update_restarts_a_finished_job_at_its_own_time_and_with_no_counts(
     stage: Stage, arrange: Arrange, update: Update
 ) -> None:
@@ -313,14 +313,14 @@ async def test_an_update_restarts_a_finished_job_at_its_own_time_and_with_no_cou
     assert job.previous == before.outcome
 
 
-@pytest.mark.parametrize("arrange", FINISHED, ids=named)
+@pytest.mark.parametrize("arrange", FINISHED, ids=custom_id)
 async def test_payload_true_on_a_finished_job_takes_the_requests_own(stage: Stage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.enqueue("a", b"asked", update=Update(), **ASKED)
     assert (await stage.the("a")).work == ASKED_WORK
 
 
-@pytest.mark.parametrize("arrange", ENDED, ids=named)
+@pytest.mark.parametrize("arrange", ENDED, ids=custom_id)
 async def test_payload_false_on_a_failed_or_cancelled_job_takes_what_is_stored(stage: Stage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.enqueue("a", b"asked", update=Update(payload=False), **ASKED)
@@ -352,7 +352,7 @@ async def test_an_update_of_a_running_job_is_deferred_and_leaves_the_run_alone(s
     )
 
 
-@pytest.mark.parametrize("end", ENDS, ids=named)
+@pytest.mark.parametrize("end", ENDS, ids=custom_id)
 @pytest.mark.parametrize("update", UPDATES, ids=rules_of)
 async def test_a_promoted_next_is_its_own_full_request_whatever_its_rules(
     stage: Stage, update: Update, end: End
@@ -361,13 +361,13 @@ async def test_a_promoted_next_is_its_own_full_request_whatever_its_rules(
     reply = await stage.enqueue("a", b"asked", update=update, delay=60, **ASKED)
     run_at = stage.wall(60)
     stage.clock.advance(1)
-    assert await end(stage, run) is Settled.OK
+    assert await end(stage, run) is SettleResult.OK
     job = await stage.the("a")
     assert (job.state, job.work, job.generation, job.run_at) == (State.WAITING, ASKED_WORK, reply.generation, run_at)
     assert (job.attempts, *counts(job), job.error) == (0, 0, 0, 0, None)
 
 
-@pytest.mark.parametrize("end", ENDS, ids=named)
+@pytest.mark.parametrize("end", ENDS, ids=custom_id)
 async def test_a_promotion_keeps_the_ended_outcome_as_previous(stage: Stage, end: End) -> None:
     run = await running(stage)
     await stage.enqueue("a", b"asked", update=Update())
@@ -393,7 +393,7 @@ async def test_a_promoted_next_does_not_start_before_its_time(stage: Stage) -> N
 
 
 @pytest.mark.parametrize("when", ["later", "earlier"])
-@pytest.mark.parametrize("end", RETURNS, ids=named)
+@pytest.mark.parametrize("end", RETURNS, ids=custom_id)
 @pytest.mark.parametrize("update", UPDATES, ids=rules_of)
 async def test_a_merge_applies_the_settlement_then_the_rules_and_resets_counts_last(
     stage: Stage, update: Update, end: End, when: str
@@ -402,7 +402,7 @@ async def test_a_merge_applies_the_settlement_then_the_rules_and_resets_counts_l
     stage.clock.advance(1)
     asked_at = stage.wall(LATER if when == "later" else EARLIER)
     reply = await stage.enqueue("a", b"asked", update=update, run_at=asked_at, **ASKED)
-    assert await end(stage, run) is Settled.OK
+    assert await end(stage, run) is SettleResult.OK
     settled_run_at = {"retry": stage.wall(50), "release": run.run_at, "stall": stage.wall(10)}[end.__name__]
     settled_counts = {"retry": (2, 1, 1), "release": (1, 1, 1), "stall": (1, 2, 1)}[end.__name__]
     job = await stage.the("a")
@@ -413,7 +413,7 @@ async def test_a_merge_applies_the_settlement_then_the_rules_and_resets_counts_l
     assert job.previous is None
 
 
-@pytest.mark.parametrize("end", RETURNS, ids=named)
+@pytest.mark.parametrize("end", RETURNS, ids=custom_id)
 async def test_a_merge_lasts_as_long_as_one_run_and_is_not_deferred_any_more(stage: Stage, end: End) -> None:
     run = await running(stage)
     await stage.enqueue("a", b"asked", update=Update())
@@ -493,7 +493,7 @@ async def test_two_updates_of_run_at_merged_into_a_retry(stage: Stage, first: Ru
         (False, False, b"stored", b"first"),
     ],
 )
-@pytest.mark.parametrize("end", [release, complete], ids=named)
+@pytest.mark.parametrize("end", [release, complete], ids=custom_id)
 async def test_of_two_updates_a_payload_once_taken_stays_taken(
     stage: Stage, end: End, first: bool, second: bool, merged: bytes, promoted: bytes
 ) -> None:
@@ -538,7 +538,7 @@ async def test_three_updates_of_one_run_make_one_more_run(stage: Stage) -> None:
 # cancel and next
 
 
-@pytest.mark.parametrize("end", [fail, *RETURNS], ids=named)
+@pytest.mark.parametrize("end", [fail, *RETURNS], ids=custom_id)
 async def test_a_cancel_drops_next_and_the_run_ends_cancelled(stage: Stage, end: End) -> None:
     run = await running(stage)
     await stage.enqueue("a", update=Update())
@@ -558,7 +558,7 @@ async def test_a_cancel_that_loses_the_race_leaves_the_job_completed(stage: Stag
 
 
 @pytest.mark.parametrize("update", UPDATES, ids=rules_of)
-@pytest.mark.parametrize("end", [*ENDS, *RETURNS], ids=named)
+@pytest.mark.parametrize("end", [*ENDS, *RETURNS], ids=custom_id)
 async def test_a_next_set_after_the_cancel_is_promoted_and_never_merged(stage: Stage, end: End, update: Update) -> None:
     run = await running(stage)
     await stage.enqueue("a", b"dropped", update=Update())
@@ -624,7 +624,7 @@ async def test_a_promotion_whose_outcome_is_not_remembered_keeps_the_previous_on
 RETRY = {"payload": None, "update": Update(payload=False)}
 
 
-@pytest.mark.parametrize("arrange", ENDED, ids=named)
+@pytest.mark.parametrize("arrange", ENDED, ids=custom_id)
 async def test_the_operators_retry_restarts_a_failed_or_cancelled_job_with_its_own_work(
     stage: Stage, arrange: Arrange
 ) -> None:
@@ -637,7 +637,7 @@ async def test_the_operators_retry_restarts_a_failed_or_cancelled_job_with_its_o
     assert job.previous == before.outcome
 
 
-@pytest.mark.parametrize("arrange", LIVE, ids=named)
+@pytest.mark.parametrize("arrange", LIVE, ids=custom_id)
 async def test_the_operators_retry_of_a_live_job_is_a_duplicate_and_changes_nothing(
     stage: Stage, arrange: Arrange
 ) -> None:
@@ -675,7 +675,7 @@ async def test_the_operators_retry_of_a_forgotten_failure_places_nothing(stage: 
 
 
 def request(payload: bytes | None = b"payload", update: Update | None = None, id: str = "a") -> Request:
-    return Request(id, Work(payload), update=update, named=True)
+    return Request(id, Work(payload), update=update, custom_id=True)
 
 
 def placed(replies: list[Enqueued]) -> list[Placed | None]:
@@ -749,9 +749,9 @@ async def test_a_new_job_is_the_same_whether_or_not_its_id_was_chosen(stage: Sta
     if "run_at" in asked:
         asked = {"run_at": stage.wall(5)}
     chosen = await stage.enqueue("chosen", b"asked", **ASKED, **asked)
-    given = await stage.enqueue("given", b"asked", named=False, **ASKED, **asked)
+    given = await stage.enqueue("given", b"asked", custom_id=False, **ASKED, **asked)
     assert (given.placed, given.generation) == (Placed.NEW, chosen.generation + 1)
     job = await stage.the("given")
     assert job.arrival == job.generation == given.generation
-    first = {"id": "chosen", "named": True, "generation": chosen.generation, "arrival": chosen.generation}
+    first = {"id": "chosen", "custom_id": True, "generation": chosen.generation, "arrival": chosen.generation}
     assert msgspec.structs.replace(job, **first) == await stage.the("chosen")

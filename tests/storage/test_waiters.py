@@ -14,7 +14,7 @@ from holdfast._client import waiters
 from holdfast._client.waiters import wait
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import Cancelled, Job, Outcome, Placed, Request, State, Update, Work
+from holdfast._core.jobs import CancelResult, Job, Outcome, Placed, Request, State, Update, Work
 from holdfast._core.lifecycle import Answer, answer
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, WaitTimeout
 from holdfast.storage import Storage
@@ -25,7 +25,7 @@ from tests.storage.stage import Stage
 @pytest.fixture(autouse=True)
 def only_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking anyway is put off, so that a waiter which hears nothing is seen to hang."""
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 60)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 60)
 
 
 async def ask_and_run(stage: Stage) -> Job:
@@ -350,7 +350,7 @@ async def test_a_waiter_for_next_keeps_both_outcomes(stage: Stage) -> None:
 async def test_a_wait_without_a_limit_asks_again_and_so_keeps_the_outcome(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(waiters, "ASK_AGAIN_S", 0.001)
     run = await ask_and_run(stage)
 
@@ -365,7 +365,7 @@ async def test_a_wait_without_a_limit_asks_again_and_so_keeps_the_outcome(
 
 
 async def test_a_wait_with_a_limit_asks_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(waiters, "ASK_AGAIN_S", 0.001)
     run = await ask_and_run(stage)
     asked_until = stage.wall(40)
@@ -412,7 +412,7 @@ class Silence:
 
 @pytest.mark.parametrize("wait_s", [30, None])
 async def test_a_lost_hint_costs_one_look(stage: Stage, monkeypatch: pytest.MonkeyPatch, wait_s: float | None) -> None:
-    monkeypatch.setattr(waiters, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.01)
     run = await ask_and_run(stage)
     deaf = Stage(Deaf(stage.storage), stage.clock)  # type: ignore[arg-type]
     outcome = await told_after(deaf, run.generation, lambda: stage.complete(run, b"result", ttl=0), wait_s)
@@ -652,7 +652,7 @@ async def test_a_claim_that_takes_a_job_back_and_gives_it_out_says_both_in_order
 async def test_what_happened_before_a_subscription_is_not_heard(stage: Stage) -> None:
     await stage.enqueue("a")
     async with hearing(stage, Topic("q")) as heard:
-        assert await stage.cancel("a") is Cancelled.CANCELLED
+        assert await stage.cancel("a") is CancelResult.CANCELLED
         assert [event.kind for event in await heard()] == ["cancelled"]
     assert (await stage.enqueue("a")).placed is Placed.NEW
 

@@ -10,11 +10,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, assert_type
 
 from holdfast import (
-    Bound,
-    Cancelled,
+    BoundRequest,
+    CancelResult,
     CurrentJob,
     DuplicateJob,
     Event,
+    EventKind,
     Execution,
     Failure,
     Handle,
@@ -22,8 +23,7 @@ from holdfast import (
     JobError,
     JobFailed,
     JobInfo,
-    Kept,
-    Kind,
+    KeepResult,
     Lease,
     PermanentError,
     Placed,
@@ -195,7 +195,7 @@ def after_too(execution: Execution) -> None:
 
 @app.on_event
 def event_seen(event: RunEvent) -> None:
-    assert_type(event.kind, Kind)
+    assert_type(event.kind, EventKind)
     assert_type(event.error, JobError | None)
 
 
@@ -226,7 +226,7 @@ async def ask() -> None:
     assert_type(await handle.result(wait=None), int)
     assert_type(await handle.result(wait=timedelta(seconds=5)), int)
     assert_type(await handle.state(), State | None)
-    assert_type(await handle.cancel(), Cancelled)
+    assert_type(await handle.cancel(), CancelResult)
 
     assert_type(await add(1), int)
     assert_type(await add.call(1), int)
@@ -269,13 +269,13 @@ async def ask() -> None:
 
 async def ask_for_many() -> None:
     bound = add.bind(1, b=2)
-    assert_type(bound, Bound[int])
+    assert_type(bound, BoundRequest[int])
     assert_type(bound.id, str)
     handles = await app.enqueue_many(add.bind(i) for i in range(3))
     assert_type(handles, list[Handle[int]])
     for handle in await app.enqueue_many([add.using(priority=1).bind(1), add.bind(2)]):
         assert_type(await handle.result(), int)
-    mixed: list[Bound[Any]] = [add.bind(1), shout.bind("a"), app.queue("any").bind({"a": 1})]
+    mixed: list[BoundRequest[Any]] = [add.bind(1), shout.bind("a"), app.queue("any").bind({"a": 1})]
     assert_type(await app.enqueue_many(mixed), list[Handle[Any]])
 
 
@@ -288,13 +288,13 @@ def ask_in(transaction: object) -> None:
 
 
 def either(task: Task[[int], int, Any]) -> None:
-    assert_type(task.bind(1), Bound[int])
+    assert_type(task.bind(1), BoundRequest[int])
 
 
 async def ask_elsewhere() -> None:
     handle = await render.using(delay=3600).enqueue("doc", pages=3)
     assert_type(handle, Handle[bytes])
-    assert_type(await handle.cancel(), Cancelled)
+    assert_type(await handle.cancel(), CancelResult)
 
 
 # Blocking
@@ -306,10 +306,10 @@ def block() -> None:
     assert_type(handle, SyncHandle[int])
     assert_type(handle.result(wait=5), int)
     assert_type(handle.state(), State | None)
-    assert_type(handle.cancel(), Cancelled)
+    assert_type(handle.cancel(), CancelResult)
     assert_type(shout.sync.using(wait=5).call("a"), str)
     assert_type(make_report.using(priority=9).sync.call(7), Report)
-    assert_type(add.sync.bind(1), Bound[int])
+    assert_type(add.sync.bind(1), BoundRequest[int])
     assert_type(app.sync.enqueue_many([add.bind(1)]), list[SyncHandle[int]])
     queue = app.sync.queue("blocking")
     queue.enqueue({"to": "ada"}, id="welcome", priority=3)
@@ -354,8 +354,8 @@ async def pull() -> None:
         assert_type(job.run_at, datetime)
         assert_type(job.error, JobError | None)
         assert_type(job.state, State)
-    assert_type(await queue.keep("welcome", ttl=timedelta(days=1)), Kept)
-    assert_type(await queue.cancel(b"welcome"), Cancelled)
+    assert_type(await queue.keep("welcome", ttl=timedelta(days=1)), KeepResult)
+    assert_type(await queue.cancel(b"welcome"), CancelResult)
     await queue.enqueue(b"raw")
     async with queue.leased(seconds=10, wait=timedelta(seconds=1), extend=False) as held:
         assert_type(held, Lease | None)
@@ -392,7 +392,7 @@ async def listen(handle: Handle[int]) -> None:
         assert_type(event, Event)
         break
     async for event in app.queue("emails").events():
-        assert_type(event.kind, Kind)
+        assert_type(event.kind, EventKind)
         break
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast._core.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast._core.codec import Codecs
-from holdfast._core.retry_policy import TASK, Terms
+from holdfast._core.retry_policy import TASK, QueueConfig
 from holdfast._worker.handler import Handler
 from holdfast.errors import OptionError, PayloadRejected
 
@@ -297,14 +297,16 @@ def returns_two_dataclasses() -> Report | Other: ...
 
 @pytest.mark.parametrize("function", [unfindable, two_dataclasses, unpacked, returns_two_dataclasses])
 def test_a_worker_refuses_annotations_that_cannot_be_read_before_it_takes_jobs(function: Callable[..., Any]) -> None:
-    handler = Handler(Terms(queue="reports.make", policy=TASK), Arguments("reports.make", function), CODECS, "json")
+    handler = Handler(
+        QueueConfig(queue="reports.make", policy=TASK), Arguments("reports.make", function), CODECS, "json"
+    )
     with pytest.raises(OptionError, match=r"reports\.make"):
         handler.check()
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, typed, raw, raw_too, whole, later, anything])
 def test_a_worker_accepts_annotations_that_can_be_read(function: Callable[..., Any]) -> None:
-    Handler(Terms(queue="f", policy=TASK), Arguments("f", function), CODECS, "json").check()
+    Handler(QueueConfig(queue="f", policy=TASK), Arguments("f", function), CODECS, "json").check()
 
 
 # Ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast._core.retry_policy import Returned
-from holdfast._worker.processes.child_handle import Child, Parent
+from holdfast._worker.processes.child_handle import ChildHandle, Parent
 from holdfast._worker.processes.messages import Begin, Done, FromChild, Progress, Refused
 from holdfast.version import VERSION
 
@@ -20,7 +20,7 @@ async def test_a_message_about_an_unknown_run_is_ignored(message: FromChild) -> 
         progressed=lambda: told.append("progress"),
         answered=lambda *what: told.append(what),
     )
-    child = Child(1, Begin(VERSION, "w", "no.module:app", [], None), parent, spare=False, drain_grace_s=1)
+    child = ChildHandle(1, Begin(VERSION, "w", "no.module:app", [], None), parent, spare=False, drain_grace_s=1)
     child._received([message])
     assert told == []
     await child.live()

@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Fail, Job, Retry, Run, Settlement, Work
+from holdfast._core.jobs import Fail, Job, RetrySettlement, Settlement, StoredLease, Work
 from holdfast._core.retry_policy import (
     FAIL_HANDLER,
     PULL,
@@ -28,7 +28,7 @@ ONCE = replace(TASK, at_most_once=True)
 
 
 def job(stalls: int = 0, **limits: int) -> Job:
-    run = Run("w", FENCE, 10_000, NOW + 10_000_000)
+    run = StoredLease("w", FENCE, 10_000, NOW + 10_000_000)
     return Job("a", Work(b"{}", **limits), NOW, NOW, NOW, run=run, attempts=stalls + 1, stalls=stalls)
 
 
@@ -39,7 +39,7 @@ def settled(policy: Policy, stalls: int, **limits: int) -> Settlement:
 @pytest.mark.parametrize("policy", [TASK, FAIL_HANDLER, PULL])
 def test_a_first_crash_is_one_stall_and_the_job_runs_again_at_once(policy: Policy) -> None:
     settlement = settled(policy, 0)
-    assert isinstance(settlement, Retry)
+    assert isinstance(settlement, RetrySettlement)
     assert (settlement.counts, settlement.delay_ms, settlement.fence) == ("stalls", 0, FENCE)
     assert decode_error(settlement.error) == ERROR
 
@@ -49,7 +49,7 @@ def test_later_crashes_make_it_wait_longer_each_time() -> None:
     delays = []
     for stalls in (1, 2, 3, 4):
         settlement = settled(policy, stalls)
-        assert isinstance(settlement, Retry)
+        assert isinstance(settlement, RetrySettlement)
         delays.append(settlement.delay_ms)
     assert delays[0] >= policy.min_backoff_ms
     assert delays == sorted(set(delays))
@@ -59,7 +59,7 @@ def test_later_crashes_make_it_wait_longer_each_time() -> None:
 @pytest.mark.parametrize("own", [True, False])
 def test_a_limit_of_n_stalls_allows_n(stalls: int, limit: int, fails: bool, own: bool) -> None:
     settlement = settled(TASK, stalls, max_stalls=limit) if own else settled(replace(TASK, max_stalls=limit), stalls)
-    assert isinstance(settlement, Fail if fails else Retry)
+    assert isinstance(settlement, Fail if fails else RetrySettlement)
 
 
 def test_a_job_that_crashed_too_often_fails_with_what_killed_it_and_tells_its_fail_handler() -> None:

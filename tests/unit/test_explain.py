@@ -8,7 +8,7 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast._client.explain import explain, reasons
-from holdfast._core.jobs import Job, Next, Outcome, QueueStats, Run, State, Work
+from holdfast._core.jobs import Job, Next, Outcome, QueueStats, State, StoredLease, Work
 from holdfast._core.retry_policy import encode_error
 from holdfast.errors import JobError
 
@@ -121,7 +121,7 @@ def test_all_that_holds_a_job_up_is_told() -> None:
 
 
 def running(until_s: float = 10, worker: str = "postman", **fields: Any) -> Job:
-    return job(attempts=2, run=Run(worker, 7, 10_000, NOW + round(until_s * SECOND), **fields))
+    return job(attempts=2, run=StoredLease(worker, 7, 10_000, NOW + round(until_s * SECOND), **fields))
 
 
 def test_a_running_job_says_where() -> None:

@@ -10,20 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Fleet, Order, Served
+from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Capacity, ClaimOrder, QueueLoad
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
 
-def fleet(*served: Served, capacity: int = 1_000, most: int | None = None) -> Fleet:
-    return Fleet(capacity, served, most=most)
+def fleet(*served: QueueLoad, capacity: int = 1_000, most: int | None = None) -> Capacity:
+    return Capacity(capacity, served, most=most)
 
 
-def limits(orders: Iterable[Order]) -> dict[str, int]:
+def limits(orders: Iterable[ClaimOrder]) -> dict[str, int]:
     return {order.queue: order.limit for order in orders}
 
 
-def run_all(fleet: Fleet, orders: Iterable[Order]) -> None:
+def run_all(fleet: Capacity, orders: Iterable[ClaimOrder]) -> None:
     """Every order is filled, and its jobs start."""
     for order in orders:
         fleet.claimed(order.queue, order.limit, order.limit, 0.0)
@@ -37,17 +37,17 @@ def run_all(fleet: Fleet, orders: Iterable[Order]) -> None:
 @pytest.mark.parametrize(
     ("served", "capacity", "most", "limit"),
     [
-        (Served("q", size=10), 500, None, 50),
-        (Served("q", size=10), 500, 40, 40),
-        (Served("q", size=7), 100, None, 14),
-        (Served("q", size=10, concurrency=3), 1_000, None, 3),
-        (Served("q", size=10), 1_000, 5, 5),
-        (Served("q", size=10, concurrency=3), 1_000, 5, 3),
-        (Served("q", size=100), 100, None, 1),
-        (Served("q", size=5_000), 100, None, 1),
+        (QueueLoad("q", size=10), 500, None, 50),
+        (QueueLoad("q", size=10), 500, 40, 40),
+        (QueueLoad("q", size=7), 100, None, 14),
+        (QueueLoad("q", size=10, concurrency=3), 1_000, None, 3),
+        (QueueLoad("q", size=10), 1_000, 5, 5),
+        (QueueLoad("q", size=10, concurrency=3), 1_000, 5, 3),
+        (QueueLoad("q", size=100), 100, None, 1),
+        (QueueLoad("q", size=5_000), 100, None, 1),
     ],
 )
-def test_one_queue_gets_all_that_fits(served: Served, capacity: int, most: int | None, limit: int) -> None:
+def test_one_queue_gets_all_that_fits(served: QueueLoad, capacity: int, most: int | None, limit: int) -> None:
     assert limits(fleet(served, capacity=capacity, most=most).plan(0.0)) == {"q": limit}
 
 
@@ -55,7 +55,7 @@ def test_one_queue_gets_all_that_fits(served: Served, capacity: int, most: int |
     ("size", "claims"), [(10, [50, 50]), (9, [55, 50, 6]), (1, [125, 125, 125, 125, 125, 125, 125, 62, 50, 13])]
 )
 def test_a_queue_that_has_much_room_gets_it_in_halves(size: int, claims: list[int]) -> None:
-    one = fleet(Served("q", size=size), capacity=1_000)
+    one = fleet(QueueLoad("q", size=size), capacity=1_000)
     got: list[int] = []
     while orders := one.plan(0.0):
         got += [order.limit for order in orders]
@@ -64,7 +64,7 @@ def test_a_queue_that_has_much_room_gets_it_in_halves(size: int, claims: list[in
 
 
 def test_what_runs_takes_room_and_gives_it_back() -> None:
-    one = fleet(Served("q", size=40), capacity=100)
+    one = fleet(QueueLoad("q", size=40), capacity=100)
     one.started("q")
     orders = one.plan(0.0)
     assert limits(orders) == {"q": 1}
@@ -78,7 +78,7 @@ def test_what_runs_takes_room_and_gives_it_back() -> None:
 
 
 def test_a_claim_that_is_on_its_way_keeps_room_for_what_it_may_bring() -> None:
-    one = fleet(Served("a", size=10, concurrency=6), Served("b", size=10), capacity=100)
+    one = fleet(QueueLoad("a", size=10, concurrency=6), QueueLoad("b", size=10), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 5, "b": 5}
     assert (one.plan(0.0), one.claiming) == ([], True)
     one.claimed("a", 5, 0, NEVER)
@@ -94,7 +94,7 @@ def test_a_claim_that_is_on_its_way_keeps_room_for_what_it_may_bring() -> None:
 
 @pytest.mark.parametrize(("concurrency", "most"), [(2, None), (None, 2)])
 def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(concurrency: int | None, most: int | None) -> None:
-    one = fleet(Served("q", concurrency=concurrency), most=most)
+    one = fleet(QueueLoad("q", concurrency=concurrency), most=most)
     one.started("q")
     one.started("q")
     assert one.plan(0.0) == []
@@ -103,7 +103,7 @@ def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(concurrency: 
 
 
 def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
-    one = fleet(Served("huge", size=5_000), Served("small", size=10), capacity=100)
+    one = fleet(QueueLoad("huge", size=5_000), QueueLoad("small", size=10), capacity=100)
     one.started("huge")
     assert one.used == 100
     assert one.plan(0.0) == []
@@ -117,17 +117,17 @@ def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
 
 
 def test_a_higher_priority_takes_what_it_can_and_a_lower_one_the_rest() -> None:
-    one = fleet(Served("low", priority=1), Served("high", priority=2, concurrency=4), capacity=100)
+    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2, concurrency=4), capacity=100)
     assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("high", 4), ("low", 6)]
 
 
 def test_a_higher_priority_that_can_use_everything_gets_everything() -> None:
-    one = fleet(Served("low", priority=1), Served("high", priority=2), capacity=100)
+    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
     assert limits(one.plan(0.0)) == {"high": 10}
 
 
 def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
-    one = fleet(Served("low", priority=1), Served("high", priority=2), capacity=100)
+    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
     one.claimed("high", 10, 0, 5.0)
     assert limits(one.plan(1.0)) == {"low": 10}
     one.claimed("low", 10, 0, 0.0)
@@ -137,22 +137,22 @@ def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_queues_of_one_priority_share_equally(count: int) -> None:
-    one = fleet(*(Served(f"q{n}") for n in range(count)), capacity=count * 100)
+    one = fleet(*(QueueLoad(f"q{n}") for n in range(count)), capacity=count * 100)
     assert limits(one.plan(0.0)) == {f"q{n}": 10 for n in range(count)}
 
 
 def test_small_jobs_of_many_queues_fill_a_fleet() -> None:
-    one = fleet(*(Served(f"q{n}", size=1) for n in range(5)))
+    one = fleet(*(QueueLoad(f"q{n}", size=1) for n in range(5)))
     assert limits(one.plan(0.0)) == {f"q{n}": 200 for n in range(5)}
 
 
 def test_queues_of_one_priority_share_units_and_not_jobs() -> None:
-    one = fleet(Served("small", size=10), Served("large", size=50), capacity=200)
+    one = fleet(QueueLoad("small", size=10), QueueLoad("large", size=50), capacity=200)
     assert limits(one.plan(0.0)) == {"small": 10, "large": 2}
 
 
 def test_queues_of_one_priority_share_the_most_runs_too() -> None:
-    one = fleet(Served("a", size=1), Served("b", size=1), most=10)
+    one = fleet(QueueLoad("a", size=1), QueueLoad("b", size=1), most=10)
     for _ in range(10):
         orders = one.plan(0.0)
         run_all(one, orders[:1])  # Only the first of them had work.
@@ -162,21 +162,21 @@ def test_queues_of_one_priority_share_the_most_runs_too() -> None:
 
 
 def test_a_queue_with_few_runs_is_served_before_one_with_many() -> None:
-    one = fleet(Served("busy"), Served("idle"), capacity=100)
+    one = fleet(QueueLoad("busy"), QueueLoad("idle"), capacity=100)
     for _ in range(9):
         one.started("busy")
     assert limits(one.plan(0.0)) == {"idle": 1}
 
 
 def test_what_one_queue_leaves_is_for_the_next() -> None:
-    one = fleet(Served("a", concurrency=1), Served("b"), capacity=100)
+    one = fleet(QueueLoad("a", concurrency=1), QueueLoad("b"), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 1, "b": 9}
 
 
 # Each in its turn
 
 
-def served_in(fleet: Fleet, plans: int) -> Counter[str]:
+def served_in(fleet: Capacity, plans: int) -> Counter[str]:
     """What is claimed in so many plans, by a worker whose queues all have work and whose runs end at once."""
     claims: Counter[str] = Counter()
     for _ in range(plans):
@@ -189,7 +189,7 @@ def served_in(fleet: Fleet, plans: int) -> Counter[str]:
 @pytest.mark.parametrize("most", [None, 1, 3])
 def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(most: int | None) -> None:
     assert LOWER_FIRST_EVERY == 16
-    one = fleet(Served("high", priority=200), Served("low", priority=1), capacity=100, most=most)
+    one = fleet(QueueLoad("high", priority=200), QueueLoad("low", priority=1), capacity=100, most=most)
     for _ in range(5):
         claims = served_in(one, LOWER_FIRST_EVERY)
         assert claims["low"] == 1
@@ -197,7 +197,7 @@ def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(most: int | None) 
 
 
 def test_queues_of_the_lowest_priority_share_its_turn() -> None:
-    one = fleet(Served("high", priority=200), Served("b", priority=1), Served("c", priority=1), capacity=100)
+    one = fleet(QueueLoad("high", priority=200), QueueLoad("b", priority=1), QueueLoad("c", priority=1), capacity=100)
     claims = served_in(one, 20 * LOWER_FIRST_EVERY)
     assert abs(claims["b"] - claims["c"]) <= 1
     assert claims["b"] > 0
@@ -205,21 +205,23 @@ def test_queues_of_the_lowest_priority_share_its_turn() -> None:
 
 @pytest.mark.parametrize(("size", "most"), [(10, 1), (1_000, None)])
 def test_two_queues_take_turns_where_there_is_room_for_one(size: int, most: int | None) -> None:
-    one = fleet(Served("a", size=size), Served("b", size=size), most=most)
+    one = fleet(QueueLoad("a", size=size), QueueLoad("b", size=size), most=most)
     assert served_in(one, 20) == {"a": 10, "b": 10}
 
 
 @patient
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
 def test_no_queue_starves_whatever_the_priorities(priorities: list[int]) -> None:
-    one = fleet(*(Served(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, most=1)
+    one = fleet(*(QueueLoad(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, most=1)
     claims = served_in(one, 2 * LOWER_FIRST_EVERY * len(priorities))
     assert sorted(claims) == sorted(one.queues)
 
 
 @pytest.mark.parametrize("priority", [200, 100, 1])
 def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: int) -> None:
-    one = fleet(Served("large", size=100, priority=priority), Served("small", size=10, priority=100), capacity=100)
+    one = fleet(
+        QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
+    )
     for _ in range(10):
         one.started("small")
     for _ in range(2_000):
@@ -234,7 +236,9 @@ def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: 
 
 @pytest.mark.parametrize("priority", [200, 100])
 def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priority: int) -> None:
-    one = fleet(Served("large", size=100, priority=priority), Served("small", size=10, priority=100), capacity=100)
+    one = fleet(
+        QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
+    )
     for _ in range(10):
         one.started("small")
     for _ in range(2 * LOWER_FIRST_EVERY):
@@ -247,7 +251,9 @@ def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priorit
 
 
 def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
-    one = fleet(Served("large", size=60, concurrency=1, priority=200), Served("small", priority=100), capacity=100)
+    one = fleet(
+        QueueLoad("large", size=60, concurrency=1, priority=200), QueueLoad("small", priority=100), capacity=100
+    )
     one.started("large")
     for _ in range(3 * LOWER_FIRST_EVERY):
         assert limits(one.plan(0.0)) == {"small": 4}
@@ -256,7 +262,7 @@ def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize(("capacity", "most", "high"), [(100, None, 9), (1_000, 3, 2)])
 def test_a_turn_of_the_lowest_queue_takes_its_room_from_the_others(capacity: int, most: int | None, high: int) -> None:
-    one = fleet(Served("high", priority=2), Served("low", priority=1), capacity=capacity, most=most)
+    one = fleet(QueueLoad("high", priority=2), QueueLoad("low", priority=1), capacity=capacity, most=most)
     served_in(one, LOWER_FIRST_EVERY - 1)
     assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("low", 1), ("high", high)]
 
@@ -265,14 +271,14 @@ def test_a_turn_of_the_lowest_queue_takes_its_room_from_the_others(capacity: int
 
 
 def test_a_claim_that_was_filled_may_have_left_work() -> None:
-    one = fleet(Served("q"), capacity=100)
+    one = fleet(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 10, 7.0)
     assert limits(one.plan(1.0)) == {"q": 10}
 
 
 @pytest.mark.parametrize("got", [0, 9])
 def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_told(got: int) -> None:
-    one = fleet(Served("q"), capacity=100)
+    one = fleet(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, got, 7.0)
     assert one.plan(6.9) == []
     assert one.next_claim_at(1.0) == 7.0
@@ -280,7 +286,7 @@ def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_told(got: in
 
 
 def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
-    one = fleet(Served("q"), capacity=100)
+    one = fleet(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 0, 7.0)
     one.wake("unknown")
     assert one.plan(1.0) == []
@@ -289,7 +295,7 @@ def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
 
 
 def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> None:
-    one = fleet(Served("q"), capacity=100)
+    one = fleet(QueueLoad("q"), capacity=100)
     (order,) = one.plan(1.0)
     one.wake("q")
     one.claimed("q", order.limit, 0, 7.0)
@@ -299,7 +305,7 @@ def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> Non
 
 
 def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
-    one = fleet(Served("a"), Served("b"), Served("c"), Served("due"), capacity=100)
+    one = fleet(QueueLoad("a"), QueueLoad("b"), QueueLoad("c"), QueueLoad("due"), capacity=100)
     one.claimed("a", 1, 0, 4.0)
     one.claimed("b", 1, 0, 3.0)
     one.claimed("c", 1, 0, NEVER)
@@ -309,7 +315,9 @@ def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
 
 
 def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_room() -> None:
-    one = fleet(Served("full", concurrency=1), Served("asleep"), Served("later"), Served("due"), capacity=100)
+    one = fleet(
+        QueueLoad("full", concurrency=1), QueueLoad("asleep"), QueueLoad("later"), QueueLoad("due"), capacity=100
+    )
     one.started("full")
     for queue, claim_at in (("full", NEVER), ("asleep", NEVER), ("later", 5.0)):
         one.claimed(queue, 1, 0, claim_at)
@@ -322,7 +330,7 @@ def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_room() -> None
 
 
 def test_a_fleet_knows_its_queues() -> None:
-    assert fleet(Served("b"), Served("a")).queues == ["b", "a"]
+    assert fleet(QueueLoad("b"), QueueLoad("a")).queues == ["b", "a"]
 
 
 # A model: whatever happens, it fits
@@ -330,7 +338,7 @@ def test_a_fleet_knows_its_queues() -> None:
 
 QUEUES = st.lists(
     st.builds(
-        Served,
+        QueueLoad,
         queue=st.just(""),
         size=st.integers(1, 300),
         concurrency=st.none() | st.integers(1, 5),
@@ -346,18 +354,18 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet: Fleet | None = None
+        self.fleet: Capacity | None = None
         self.running: list[str] = []
         self.now = 0.0
 
     @precondition(lambda self: self.fleet is None)
     @rule(queues=QUEUES, capacity=st.integers(1, 500), most=st.none() | st.integers(1, 20))
-    def begin(self, queues: list[Served], capacity: int, most: int | None) -> None:
+    def begin(self, queues: list[QueueLoad], capacity: int, most: int | None) -> None:
         for number, queue in enumerate(queues):
             queue.queue = str(number)
         self.served = {queue.queue: (min(queue.size, capacity), queue.concurrency, queue.priority) for queue in queues}
         self.capacity, self.most = capacity, most
-        self.fleet = Fleet(capacity, queues, most=most)
+        self.fleet = Capacity(capacity, queues, most=most)
 
     @precondition(lambda self: self.fleet is not None)
     @rule(data=st.data())

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_BLOCK_S, NEVER, Fleet, Served
+from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_BLOCK_S, NEVER, Capacity, QueueLoad
 
 
-def crowded(*, priority: int = 100) -> Fleet:
+def crowded(*, priority: int = 100) -> Capacity:
     """A fleet in which one long run keeps a large job from running, beside a queue of quick ones."""
-    fleet = Fleet(1_000, [Served("long"), Served("large", size=1_000, priority=priority), Served("quick")])
+    fleet = Capacity(1_000, [QueueLoad("long"), QueueLoad("large", size=1_000, priority=priority), QueueLoad("quick")])
     fleet.started("long")
     fleet.claimed("long", 1, 0, NEVER)
     return fleet
 
 
-def quick_claims(fleet: Fleet, plans: int, *, now: float = 0.0, step_s: float = 0.0) -> int:
+def quick_claims(fleet: Capacity, plans: int, *, now: float = 0.0, step_s: float = 0.0) -> int:
     """In how many of these plans a quick job was asked for. Each one ends at once."""
     claims = 0
     for _ in range(plans):
@@ -52,7 +52,9 @@ def test_a_run_that_was_given_up_and_has_ended_after_all_takes_no_room() -> None
 
 
 def test_what_is_left_beside_runs_that_were_given_up_is_waited_for_by_what_fits_into_it() -> None:
-    fleet = Fleet(1_000, [Served("stuck", 300), Served("long", 100), Served("large", 700), Served("quick")])
+    fleet = Capacity(
+        1_000, [QueueLoad("stuck", 300), QueueLoad("long", 100), QueueLoad("large", 700), QueueLoad("quick")]
+    )
     for queue in ("stuck", "long"):
         fleet.started(queue)
         fleet.claimed(queue, 1, 0, NEVER)
@@ -95,8 +97,8 @@ def test_a_queue_in_which_nothing_waits_any_more_holds_nobody_back() -> None:
 
 def test_a_larger_job_of_a_lower_queue_gets_a_room_of_its_own_kept_free() -> None:
     """However busy the higher queue keeps both rooms, ten units at a time."""
-    low, high = Served("low", size=30, priority=1), Served("high")
-    fleet = Fleet(100, [low, high], rooms=(1, 2))
+    low, high = QueueLoad("low", size=30, priority=1), QueueLoad("high")
+    fleet = Capacity(100, [low, high], rooms=(1, 2))
     rooms: list[int] = []
     for _ in range(20):
         room = fleet.find_room("high")
@@ -122,8 +124,8 @@ def test_a_larger_job_of_a_lower_queue_gets_a_room_of_its_own_kept_free() -> Non
 
 
 def test_a_room_is_not_kept_for_a_queue_that_has_no_work_after_all() -> None:
-    low, high = Served("low", size=60, priority=1), Served("high", size=50)
-    fleet = Fleet(100, [low, high], rooms=(1, 2))
+    low, high = QueueLoad("low", size=60, priority=1), QueueLoad("high", size=50)
+    fleet = Capacity(100, [low, high], rooms=(1, 2))
     for room in (1, 2):
         fleet.started("high", room)
     for _ in range(2 * LOWER_FIRST_EVERY):

@@ -18,10 +18,10 @@ from holdfast._core.retry_policy import Raised, Returned
 from holdfast._worker.processes.messages import (
     MAX_FRAME_BYTES,
     Begin,
+    ChildChannel,
     Done,
     FromChild,
     Leave,
-    Link,
     Pong,
     Progress,
     encode,
@@ -44,7 +44,7 @@ class Ear:
         self.broken: list[str] = []
         self.lost: list[str] = []
         self.unsent: list[tuple[Any, Exception]] = []
-        self.link: Link[FromChild] = Link(
+        self.link: ChildChannel[FromChild] = ChildChannel(
             FromChild,
             received=self.heard.extend,
             broken=self.broken.append,
@@ -190,7 +190,7 @@ async def test_what_cannot_be_sent_is_told_and_its_companions_arrive_in_order(pa
 
 async def test_what_is_said_in_place_of_what_cannot_be_sent_arrives(pair: tuple[Ear, Ear]) -> None:
     one, other = pair
-    link: Link[FromChild] = one.link
+    link: ChildChannel[FromChild] = one.link
     link._unsendable = lambda message, error: link.send(Progress(message.number, b"instead"))
     for message in (UNSENDABLE, Pong(2)):
         link.send(message)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from holdfast._core.events import Event, Kind, Topic
-from holdfast.storage.subscriptions import Hub, Subscription
+from holdfast._core.events import Event, EventKind, Topic
+from holdfast.storage.subscriptions import EventBus, Subscription
 
 
 def happened(id: str) -> Event:
-    return Event(Kind.ENQUEUED, "q", id, 1)
+    return Event(EventKind.ENQUEUED, "q", id, 1)
 
 
 async def test_a_wait_for_an_event_ends_with_it_or_with_its_time() -> None:
-    hub = Hub()
+    hub = EventBus()
     async with Subscription(hub, [Topic("q")]) as events:
         assert await events.within(0.01) is None
         hub.publish([happened("a"), happened("b")])
@@ -25,7 +25,7 @@ async def test_a_wait_for_an_event_ends_with_it_or_with_its_time() -> None:
 
 
 async def test_a_wait_that_is_cancelled_takes_no_event_with_it() -> None:
-    hub = Hub()
+    hub = EventBus()
     async with Subscription(hub, [Topic("q")]) as events:
         waiting = asyncio.create_task(events.within(60))
         await asyncio.sleep(0)
@@ -36,10 +36,10 @@ async def test_a_wait_that_is_cancelled_takes_no_event_with_it() -> None:
 
 
 async def test_who_is_told_hears_what_came_before_and_then_each_event_at_once() -> None:
-    hub, heard = Hub(), list[Event]()
+    hub, heard = EventBus(), list[Event]()
     async with Subscription(hub, [Topic("q")]) as events:
         hub.publish([happened("a")])
         events.tell(heard.append)
-        hub.publish([happened("b"), Event(Kind.ENQUEUED, "other", "c", 1)])
+        hub.publish([happened("b"), Event(EventKind.ENQUEUED, "other", "c", 1)])
         assert heard == [happened("a"), happened("b")]
         assert await events.within(0) is None

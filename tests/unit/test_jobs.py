@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast._core.events import Event, Kind, Topic
-from holdfast._core.jobs import Cancelled, new_id
+from holdfast._core.events import Event, EventKind, Topic
+from holdfast._core.jobs import CancelResult, new_id
 
 
 def test_ids_are_unique_and_sort_by_the_time_they_were_made() -> None:
@@ -30,26 +30,26 @@ def test_an_id_needs_no_quotes_in_a_shell_and_is_no_option() -> None:
         assert id[0] == "0"
 
 
-@pytest.mark.parametrize("reply", Cancelled)
-def test_a_cancel_is_true_only_if_the_job_will_not_run(reply: Cancelled) -> None:
-    assert bool(reply) is (reply is Cancelled.CANCELLED)
+@pytest.mark.parametrize("reply", CancelResult)
+def test_a_cancel_is_true_only_if_the_job_will_not_run(reply: CancelResult) -> None:
+    assert bool(reply) is (reply is CancelResult.CANCELLED)
 
 
 @pytest.mark.parametrize(
     ("topic", "kind", "covered"),
     [
-        (Topic("q"), Kind.CLAIMED, True),
-        (Topic("other"), Kind.CLAIMED, False),
-        (Topic("q", "ready"), Kind.ENQUEUED, True),
-        (Topic("q", "ready"), Kind.STALLED, True),
-        (Topic("q", "ready"), Kind.COMPLETED, False),
-        (Topic("q", "ends"), Kind.COMPLETED, True),
-        (Topic("q", "ends"), Kind.CANCEL_ASKED, True),
-        (Topic("q", "ends"), Kind.FORGOTTEN, True),
-        (Topic("q", "ends"), Kind.RETRIED, False),
-        (Topic("q", "ends", "a"), Kind.FAILED, True),
-        (Topic("q", "ends", "b"), Kind.FAILED, False),
+        (Topic("q"), EventKind.CLAIMED, True),
+        (Topic("other"), EventKind.CLAIMED, False),
+        (Topic("q", "ready"), EventKind.ENQUEUED, True),
+        (Topic("q", "ready"), EventKind.STALLED, True),
+        (Topic("q", "ready"), EventKind.COMPLETED, False),
+        (Topic("q", "ends"), EventKind.COMPLETED, True),
+        (Topic("q", "ends"), EventKind.CANCEL_ASKED, True),
+        (Topic("q", "ends"), EventKind.FORGOTTEN, True),
+        (Topic("q", "ends"), EventKind.RETRIED, False),
+        (Topic("q", "ends", "a"), EventKind.FAILED, True),
+        (Topic("q", "ends", "b"), EventKind.FAILED, False),
     ],
 )
-def test_a_topic_covers_its_queue_its_kinds_and_its_id(topic: Topic, kind: Kind, covered: bool) -> None:
+def test_a_topic_covers_its_queue_its_kinds_and_its_id(topic: Topic, kind: EventKind, covered: bool) -> None:
     assert topic.covers(Event(kind, "q", "a", 1)) is covered

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Request, Retry, Run, State, Work
+from holdfast._core.jobs import Job, Next, Outcome, Placed, Request, RetrySettlement, State, StoredLease, Work
 from holdfast._core.lifecycle import TRANSITIONS, Act, Answer, Phase
 
 NOW = 1_800_000_000_000_000
 DAY_US = 86_400_000_000
 WAITING = Job("a", Work(b"1"), NOW, NOW, NOW)
-RUNNING = replace(WAITING, run=Run("w", NOW, 10_000, NOW + 10_000_000))
+RUNNING = replace(WAITING, run=StoredLease("w", NOW, 10_000, NOW + 10_000_000))
 NEXT = Next(NOW + 5, Work(b"2"), NOW, NOW + 5)
 
 
@@ -59,7 +59,7 @@ def test_a_write_lets_go_of_a_previous_outcome_from_its_forget_time_on(late_us: 
 @pytest.mark.parametrize("counts", ["retries", "stalls", "timeouts"])
 def test_every_retry_adds_one_to_the_count_that_it_names(counts: Literal["retries", "stalls", "timeouts"]) -> None:
     job = replace(RUNNING, retries=1, stalls=3, timeouts=5)
-    again = lifecycle.settle(job, Retry("a", NOW, counts=counts), QueueTime(last_at=NOW, last_stamp=NOW)).job
+    again = lifecycle.settle(job, RetrySettlement("a", NOW, counts=counts), QueueTime(last_at=NOW, last_stamp=NOW)).job
     assert again is not None
     added = {name: getattr(again, name) - getattr(job, name) for name in ("retries", "stalls", "timeouts")}
     assert added == {name: int(name == counts) for name in added}

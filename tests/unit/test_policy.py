@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, Retry, Run, Settlement, Work
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
 from holdfast._core.retry_policy import (
     FAIL_HANDLER,
     MAX_FOLLOW_UP_BYTES,
@@ -61,7 +61,9 @@ def final(error: JobError) -> JobError:
 
 
 def job(work: Work | None = None, **fields: Any) -> Job:
-    made = Job("a", work or Work(b'{"n":1}'), NOW, NOW, NOW, run=Run("w", FENCE, 10_000, NOW + 10_000_000), attempts=1)
+    made = Job(
+        "a", work or Work(b'{"n":1}'), NOW, NOW, NOW, run=StoredLease("w", FENCE, 10_000, NOW + 10_000_000), attempts=1
+    )
     return replace(made, **fields)
 
 
@@ -163,7 +165,7 @@ def test_a_limit_of_n_allows_n_more_runs(ended: Ended, count: Count, errors: Job
     work = Work(b"1", **{LIMITS[count]: own})
     for number in range(limit):
         again = verdict(job(work, **{count: number}), ended, policy, rng())
-        assert again == Retry("a", FENCE, encode_error(errors), 0, None, count)
+        assert again == RetrySettlement("a", FENCE, encode_error(errors), 0, None, count)
     assert verdict(job(work, **{count: limit}), ended, policy, rng()) == Fail(
         "a", FENCE, encode_error(final(errors)), policy.failure_ttl_ms
     )
@@ -172,7 +174,7 @@ def test_a_limit_of_n_allows_n_more_runs(ended: Ended, count: Count, errors: Job
 @pytest.mark.parametrize("ended", [Raised(ERROR), TimedOut(TOO_LONG)])
 def test_one_count_does_not_use_up_the_limit_of_another(ended: Ended) -> None:
     others = {"stalls": 3, "timeouts": 3} if isinstance(ended, Raised) else {"stalls": 3, "retries": 10}
-    assert isinstance(verdict(job(**others), ended, TASK, rng()), Retry)
+    assert isinstance(verdict(job(**others), ended, TASK, rng()), RetrySettlement)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_one_count_does_not_use_up_the_limit_of_another(ended: Ended) -> None:
 def test_a_run_that_says_when_to_run_again_is_taken_at_its_word(
     raised: Raised, delay_ms: int, run_at: int | None
 ) -> None:
-    assert verdict(job(), raised, TASK, rng()) == Retry("a", FENCE, encode_error(ERROR), delay_ms, run_at)
+    assert verdict(job(), raised, TASK, rng()) == RetrySettlement("a", FENCE, encode_error(ERROR), delay_ms, run_at)
 
 
 @pytest.mark.parametrize("raised", [Raised(ERROR, delay_ms=5), Raised(ERROR, run_at=NOW)])
@@ -249,7 +251,7 @@ HOUR = 3_600_000
 
 
 @pytest.mark.parametrize(
-    ("named", "result", "work", "policy", "hooks", "result_ttl", "dedup_ttl"),
+    ("custom_id", "result", "work", "policy", "hooks", "result_ttl", "dedup_ttl"),
     [
         pytest.param(False, None, {}, {}, None, 0, 0, id="nothing to remember"),
         pytest.param(False, None, {"result_ttl_ms": 9, "dedup_ttl_ms": 9}, {}, None, 0, 0, id="nothing, asked or not"),
@@ -272,7 +274,7 @@ HOUR = 3_600_000
     ],
 )
 def test_how_long_the_end_is_remembered(
-    named: bool,
+    custom_id: bool,
     result: bytes | None,
     work: dict[str, int],
     policy: dict[str, int],
@@ -281,7 +283,7 @@ def test_how_long_the_end_is_remembered(
     dedup_ttl: int,
 ) -> None:
     returned = Returned(result, "msgpack", hooks)
-    complete = verdict(job(Work(b"1", **work), named=named), returned, Policy(**policy), rng())
+    complete = verdict(job(Work(b"1", **work), custom_id=custom_id), returned, Policy(**policy), rng())
     assert complete == Complete("a", FENCE, result, "msgpack", result_ttl, dedup_ttl)
 
 
@@ -300,8 +302,8 @@ def size(settlement: Settlement) -> int:
     "refused",
     [
         Complete("a", FENCE, b"x" * 2_000_000),
-        Retry("a", FENCE, encode_error(LONG), 5, None, "timeouts"),
-        Retry("a", FENCE, encode_error(LONG), 0, NOW),
+        RetrySettlement("a", FENCE, encode_error(LONG), 5, None, "timeouts"),
+        RetrySettlement("a", FENCE, encode_error(LONG), 0, NOW),
         Fail("a", FENCE, encode_error(LONG), 77, Work(b"x" * 200_000)),
     ],
 )
@@ -314,8 +316,8 @@ def test_what_is_refused_as_too_large_becomes_smaller_until_next_to_nothing_is_l
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 60
     assert {(settlement.id, settlement.fence) for settlement in tries} == {("a", FENCE)}
-    if isinstance(refused, Retry):
-        assert {(s.delay_ms, s.run_at, s.counts) for s in tries if isinstance(s, Retry)} == {
+    if isinstance(refused, RetrySettlement):
+        assert {(s.delay_ms, s.run_at, s.counts) for s in tries if isinstance(s, RetrySettlement)} == {
             (refused.delay_ms, refused.run_at, refused.counts)
         }
     else:
@@ -385,7 +387,7 @@ def test_without_a_backoff_a_retry_is_due_at_once(count: int) -> None:
 def test_each_count_has_a_backoff_of_its_own(retries: int, timeouts: int, ended: Ended) -> None:
     policy = replace(TASK, max_timeouts=10)
     again = verdict(job(retries=retries, timeouts=timeouts), ended, policy, random.Random(4))
-    assert isinstance(again, Retry)
+    assert isinstance(again, RetrySettlement)
     assert again.delay_ms == backoff_ms(3, policy, random.Random(4))
     assert 16_000 <= again.delay_ms <= 20_000
 

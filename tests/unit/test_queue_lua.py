@@ -10,7 +10,7 @@ import pytest
 
 from holdfast._core import clock, lifecycle
 from holdfast._core.clock import ManualClock
-from holdfast._core.events import ENDS, ENDS_A_WAIT, MAKES_READY, Kind
+from holdfast._core.events import ENDS, ENDS_A_WAIT, MAKES_READY, EventKind
 from holdfast._core.jobs import State
 from holdfast.storage import validation
 from holdfast.storage.local import engine
@@ -107,7 +107,7 @@ def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
     assert constant("LAYOUT") == lua.LAYOUT
     assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
-    assert kinds == {kind.name: 1 + codec.KINDS.index(kind) for kind in Kind}
+    assert kinds == {kind.name: 1 + codec.KINDS.index(kind) for kind in EventKind}
     for name, wanted in (("ENDS", ENDS), ("ENDS_A_WAIT", ENDS_A_WAIT), ("MAKES_READY", MAKES_READY)):
         assert set(re.findall(r"KIND\.([A-Z_]+)", _table(name))) == {kind.name for kind in wanted}
 

@@ -195,7 +195,11 @@ async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str) -
     place = scene.place
     pool = Pool(f"tests.worker.{target}", [str(ROOT), *sys.path], processes=1, worker="w")
     made = Worker(
-        pool, lambda: connect(place.url, namespace=place.namespace), queues=None, trouble=pool.trouble, name="w"
+        pool,
+        lambda: connect(place.url, namespace=place.namespace),
+        queues=None,
+        report_error=pool.report_error,
+        name="w",
     )
     async with made:
         yield

@@ -100,7 +100,7 @@ class Asked:
     generation: int
     priority: int = 5
     not_before_us: int = 0
-    named: bool = True
+    custom_id: bool = True
 
 
 @dataclass(kw_only=True)
@@ -275,7 +275,7 @@ class Judge:
             kept = self.history.kept.get((asked.queue, asked.id))
             runs = [r for r in self._by_id[asked.queue, asked.id] if r.generation >= asked.generation]
             if kept is None:
-                ended = not asked.named and any(ran.ended == "ok" for ran in runs)
+                ended = not asked.custom_id and any(ran.ended == "ok" for ran in runs)
             else:
                 ended = kept.state in ("completed", "failed") and kept.generation >= asked.generation
             self._that("progress", ended, f"{asked} came to no end: {kept}")
@@ -346,7 +346,7 @@ class Producer:
                 generation=handle.generation,
                 priority=option.get("priority", 5),
                 not_before_us=due_us,
-                named="id" in option,
+                custom_id="id" in option,
             )
             self._history.asked.append(asked)
 

@@ -101,7 +101,7 @@ async def test_hooks_are_called_in_a_child_in_order_and_once_for_each_event(scen
     assert list(by_job.values()) == [["claimed", "completed"]] * 30
     assert {event["pid"] for event in events} <= children
     troubles = await scene.noted("trouble", 30)  # This hook fails at each `completed`.
-    assert {(trouble["error"], trouble["where"].split(" of job")[0]) for trouble in troubles} == {
+    assert {(report_error["error"], report_error["where"].split(" of job")[0]) for report_error in troubles} == {
         ("RuntimeError", "on_event, for completed")
     }
     assert await worker.stop() == 0

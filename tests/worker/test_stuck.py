@@ -169,7 +169,11 @@ async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str, *
     place, path = scene.place, [str(ROOT), *sys.path]
     pool = Pool(f"tests.worker.{target}", path, processes=1, worker="w", **options)
     made = Worker(
-        pool, lambda: connect(place.url, namespace=place.namespace), queues=None, trouble=pool.trouble, name="w"
+        pool,
+        lambda: connect(place.url, namespace=place.namespace),
+        queues=None,
+        report_error=pool.report_error,
+        name="w",
     )
     async with made:
         yield pool

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Self, Unp
 
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import PullOptions, Queue
-from holdfast._client.session import Address, Bound, Connection
+from holdfast._client.session import BoundRequest, Session, StorageAddress
 from holdfast._client.task import Definition, Handle, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
@@ -20,7 +20,7 @@ from holdfast._core.jobs import Job, Snapshot
 from holdfast._core.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
 from holdfast._worker.app_loader import find
 from holdfast._worker.executor import OnEvent
-from holdfast._worker.handler import AfterExecution, Handler, Middleware, OnError, Surroundings, current_job
+from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
 from holdfast._worker.inline import Inline
 from holdfast._worker.processes.pool import Pool
 from holdfast._worker.reports import default_worker_name
@@ -72,13 +72,13 @@ class Holdfast(Generic[T]):
         max_payload: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._connection = Connection(
+        self._connection = Session(
             url, storage=storage, namespace=namespace, codec=codec, max_payload=max_payload, clock=clock
         )
         self._lifespan = lifespan
         self._tasks: dict[str, Definition] = {}
         self._stubs: set[str] = set()
-        self._around = Surroundings()
+        self._around = AppHooks()
         self._around.find = self._find
         self._on_event: list[OnEvent] = []
 
@@ -155,7 +155,7 @@ class Holdfast(Generic[T]):
 
     # Requests
 
-    async def enqueue_many(self, bounds: Iterable[Bound[R]]) -> list[Handle[R]]:
+    async def enqueue_many(self, bounds: Iterable[BoundRequest[R]]) -> list[Handle[R]]:
         """Enqueue what `task.bind(…)` has made, in as few steps as there can be: at most 250 jobs and 1 MiB in each,
         in order within a queue. The handles come in the order given.
 
@@ -164,7 +164,7 @@ class Holdfast(Generic[T]):
         sent = await self._connection.enqueue_many(bounds)
         return [Handle(self._connection, bound, reply) for bound, reply in sent]
 
-    def enqueue_in(self, transaction: object, *bounds: Bound[R]) -> list[Handle[R]]:
+    def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
         """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
 
         `transaction` is a redis-py pipeline (sync or asyncio) on the app's server, or a `sqlite3.Connection` to the
@@ -190,7 +190,7 @@ class Holdfast(Generic[T]):
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
         """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
         limits of its queue, as `queue` takes them."""
-        return await self.queue(read_token(token).queue, **options).holding(token)
+        return await self.queue(read_token(token).queue, **options).lease_from_token(token)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""
@@ -289,12 +289,17 @@ class Holdfast(Generic[T]):
         )
         patterns = queues if queues is None or isinstance(queues, str) else list(queues)
         return Worker(
-            pool, self._opened, queues=patterns, trouble=self._around.trouble, on_event=self._on_event, **options
+            pool,
+            self._opened,
+            queues=patterns,
+            report_error=self._around.report_error,
+            on_event=self._on_event,
+            **options,
         )
 
-    def inside(self) -> Inside:
+    def parts(self) -> AppParts:
         """For holdfast._worker and holdfast.cli: what there is to run."""
-        return Inside(self._served(None), self._around, self._lifespan, self._on_event, self._connection.address)
+        return AppParts(self._served(None), self._around, self._lifespan, self._on_event, self._connection.address)
 
     def defer(self) -> None:
         """For holdfast._worker: open the storage only when it is first used."""
@@ -322,7 +327,7 @@ class Holdfast(Generic[T]):
                     yield storage
 
         on_event = [*self._on_event, *notes]
-        return Worker(inline, opened, queues=None, trouble=self._around.trouble, on_event=on_event, **options)
+        return Worker(inline, opened, queues=None, report_error=self._around.report_error, on_event=on_event, **options)
 
     @asynccontextmanager
     async def _opened(self) -> AsyncGenerator[Storage]:
@@ -337,14 +342,14 @@ class Holdfast(Generic[T]):
         return [handlers[queue] for queue in choose(handlers, queues)]
 
 
-class Inside(NamedTuple):
+class AppParts(NamedTuple):
     """What an app is made of, for those who run it."""
 
     handlers: list[Handler]
-    around: Surroundings
+    around: AppHooks
     lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
     on_event: list[OnEvent]
-    address: Address
+    address: StorageAddress
 
 
 def _hook(what: str, function: H) -> H:

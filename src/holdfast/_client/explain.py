@@ -16,7 +16,7 @@ MOST_AHEAD = 10_000
 """So many jobs are looked at to say how many are before this one."""
 
 
-class Explained(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a job, and why it is where it is."""
 
     queue: str
@@ -26,18 +26,20 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[str]
 
 
-async def explain(storage: Storage, queue: str, id: str) -> Explained:
+async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     """Look at a job, its queue and its workers."""
     (job,) = await storage.get(queue, [id])
     if job is None:
         told = ["there is no such job: it was never asked for, or it has ended and is forgotten"]
-        return Explained(queue=queue, id=id, state=None, reasons=told)
+        return Explanation(queue=queue, id=id, state=None, reasons=told)
     snapshot = await storage.snapshot()
     stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
     ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
     alive = {worker.worker for worker in snapshot.workers}
-    return Explained(queue=queue, id=id, state=job.state, reasons=reasons(job, snapshot.now, stats, ahead, alive=alive))
+    return Explanation(
+        queue=queue, id=id, state=job.state, reasons=reasons(job, snapshot.now, stats, ahead, alive=alive)
+    )
 
 
 def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:

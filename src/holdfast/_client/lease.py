@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast._client.session import Connection
-from holdfast._core.failure import as_data
-from holdfast._core.jobs import Job, Release, Settled, Settlement
-from holdfast._core.jobs import Lease as Holding
+from holdfast._client.session import Session
+from holdfast._core.failure import error_from_exception
+from holdfast._core.jobs import Job, Release, Settlement, SettleResult
+from holdfast._core.jobs import LeaseRef as Holding
 from holdfast._core.options import Seconds, from_at, to_at, to_ms
 from holdfast._core.retry_policy import Policy, Raised, Returned, cut, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
@@ -34,7 +34,7 @@ class Lease:
 
     def __init__(
         self,
-        app: Connection,
+        app: Session,
         queue: str,
         policy: Policy,
         job: Job,
@@ -113,9 +113,9 @@ class Lease:
         told = None
         if progress is not None:
             told = self._app.codecs.encode(f"progress of job {self.id!r}", progress, self._app.codecs.get("json"))
-        holding = Holding(self.id, self.fence, told)
+        lease_from_token = Holding(self.id, self.fence, told)
         sent_at = time.monotonic()
-        reply = await self._app.storage.extend(self.queue, [holding], worker=self._worker, lease_ms=length_ms)
+        reply = await self._app.storage.extend(self.queue, [lease_from_token], worker=self._worker, lease_ms=length_ms)
         if reply.lost:
             self.settled = True
             return False
@@ -143,7 +143,7 @@ class Lease:
     async def _settle(self, settlement: Settlement) -> bool:
         (reply,) = await self._app.storage.settle(self.queue, [settlement], worker=self._worker)
         self.settled = True
-        return reply is Settled.OK
+        return reply is SettleResult.OK
 
     def __repr__(self) -> str:
         return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
@@ -171,5 +171,5 @@ def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobErro
     if error is None:
         return otherwise
     if isinstance(error, BaseException):
-        return as_data(error, "retriable")
+        return error_from_exception(error, "retriable")
     return cut(JobError(type=otherwise.type, message=error.encode("utf-8", "replace").decode()))

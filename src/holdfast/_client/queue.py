@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast, overloa
 import msgspec
 
 from holdfast._client.lease import MAX_SECONDS_MS, MIN_SECONDS_MS, Lease, read_token
-from holdfast._client.session import Bound, Connection
+from holdfast._client.session import BoundRequest, Session
 from holdfast._client.task import Handle, backoff_of, bind
-from holdfast._core.events import LOOK_EVERY_S, Event, Topic
+from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.jobs import (
-    Cancelled,
+    CancelResult,
     Claim,
-    Facts,
     Job,
-    Kept,
+    KeepResult,
     Release,
     Repaired,
     Request,
@@ -32,6 +31,7 @@ from holdfast._core.jobs import (
     Swept,
     Update,
     Work,
+    WorkerFacts,
 )
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
@@ -111,7 +111,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 class Queue:
     """A queue by its name. See `Holdfast.queue`."""
 
-    def __init__(self, app: Connection, name: str, options: PullOptions) -> None:
+    def __init__(self, app: Session, name: str, options: PullOptions) -> None:
         self.app = app
         self.name = check_queue(name)
         check_known(f"queue {name}", options, PullOptions)
@@ -130,7 +130,7 @@ class Queue:
 
     # Producing
 
-    def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> Bound[Any]:
+    def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> BoundRequest[Any]:
         """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
         check_known("enqueue", options, EnqueueOptions)
         data, codec = self.app.codecs.encode_any(f"the payload for {self.name}", payload)
@@ -155,8 +155,8 @@ class Queue:
 
     async def retry(self, id: str | bytes) -> Handle[Any]:
         """Run a failed or cancelled job once more, as it was. Raises `JobNotFound` if there is nothing to run."""
-        request = Request(clean_id(id), Work(None), update=Update(payload=False), named=True)
-        bound: Bound[Any] = Bound(self.name, request, lambda: Any, raises=False, wait_s=DEFAULT_WAIT_S)
+        request = Request(clean_id(id), Work(None), update=Update(payload=False), custom_id=True)
+        bound: BoundRequest[Any] = BoundRequest(self.name, request, lambda: Any, raises=False, wait_s=DEFAULT_WAIT_S)
         return Handle(self.app, bound, await self.app.enqueue(bound))
 
     # Pulling
@@ -212,7 +212,7 @@ class Queue:
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
 
-    async def holding(self, token: str) -> Lease | None:
+    async def lease_from_token(self, token: str) -> Lease | None:
         """A lease of this queue that was taken before, here or elsewhere, by its `token`; None if it is lost."""
         told = read_token(token)
         if told.queue != self.name:
@@ -229,8 +229,8 @@ class Queue:
             sent_at = loop.time()
             claim = await self._claim(seconds_ms)
             if not claim.jobs:
-                soonest_s = LOOK_EVERY_S if claim.look_at is None else (claim.look_at - claim.now) / 1e6
-                return None, min(LOOK_EVERY_S, max(soonest_s, 0.001))
+                soonest_s = POLL_INTERVAL_S if claim.next_poll_at is None else (claim.next_poll_at - claim.now) / 1e6
+                return None, min(POLL_INTERVAL_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
             refused: Settlement | None = admit(job, self.policy)
             if loop.time() - sent_at >= seconds_ms / 1000:  # The answer was so long on its way: it may be another's.
@@ -273,12 +273,12 @@ class Queue:
         outcome = job.outcome or await self.app.wait_for(self.name, name, job.generation, to_wait_s(wait))
         return self.app.value_of(self.name, name, outcome, type)
 
-    async def keep(self, id: str | bytes, ttl: Seconds) -> Kept:
+    async def keep(self, id: str | bytes, ttl: Seconds) -> KeepResult:
         """Change how long the end of a job is remembered: `KEPT`, `LIVE` (it counts from its end) or `MISSING`."""
         (kept,) = await self.app.storage.keep(self.name, [clean_id(id)], to_ms("ttl", ttl))
         return kept
 
-    async def cancel(self, id: str | bytes) -> Cancelled:
+    async def cancel(self, id: str | bytes) -> CancelResult:
         """Stop a job: `CANCELLED` (and truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self.app.storage.cancel(self.name, [clean_id(id)])
         return reply
@@ -308,7 +308,7 @@ class Queue:
         workers = [worker.worker for worker in snapshot.workers if self._is_served_by(worker.facts)]
         return Stats(workers=workers)
 
-    def _is_served_by(self, facts: Facts) -> bool:
+    def _is_served_by(self, facts: WorkerFacts) -> bool:
         queues = facts.get("queues")
         return isinstance(queues, list) and self.name in queues
 

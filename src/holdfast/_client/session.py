@@ -35,7 +35,7 @@ PARTS_AT_ONCE = 4
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Address(msgspec.Struct, frozen=True):
+class StorageAddress(msgspec.Struct, frozen=True):
     """Where an app's jobs are, as another process can be told."""
 
     url: str | None
@@ -51,7 +51,7 @@ class Address(msgspec.Struct, frozen=True):
             raise OptionError("memory:// is in one process: use sqlite:///… or a server, or no child processes")
 
 
-class Connection:
+class Session:
     """See `holdfast.Holdfast`, which is what users have."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Connection:
         self._options: dict[str, Any] = {"namespace": namespace, "clock": clock, "max_payload": max_payload}
         self._storage = storage if storage is not None else self._connect(url)
         own = storage is not None or clock is not None
-        self.address = Address(None if own else self._url, namespace, max_payload)
+        self.address = StorageAddress(None if own else self._url, namespace, max_payload)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened = 0
         self._rehearsal: Storage | None = None
@@ -123,7 +123,7 @@ class Connection:
         if self._loop is not None and self._loop is not loop:
             if not self._loop.is_closed():
                 raise NotOpen("the app is open on another event loop: close it there, or make a second app")
-            self._storage, self._loop, self._opened = self._storage.twin(), None, 0
+            self._storage, self._loop, self._opened = self._storage.clone(), None, 0
         async with self._lock(loop):
             if self._loop is None:
                 await self._storage.__aenter__()
@@ -137,7 +137,7 @@ class Connection:
         self._opened -= 1
         async with self._lock(asyncio.get_running_loop()):
             if self._opened == 0 and self._loop is not None:
-                storage, self._storage, self._loop = self._storage, self._storage.twin(), None
+                storage, self._storage, self._loop = self._storage, self._storage.clone(), None
                 await storage.__aexit__(None, None, None)
 
     def _lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
@@ -167,7 +167,7 @@ class Connection:
             return
         async with self._lock(loop):
             if loop not in self._others:
-                storage = self._storage.twin()
+                storage = self._storage.clone()
                 await storage.__aenter__()
                 self._others[loop] = storage
 
@@ -176,12 +176,12 @@ class Connection:
         if storage is not None:
             await storage.__aexit__(None, None, None)
 
-    async def enqueue(self, bound: Bound[Any]) -> Enqueued:
+    async def enqueue(self, bound: BoundRequest[Any]) -> Enqueued:
         (reply,) = await self.storage.enqueue(bound.queue, [bound.request])
         bound.check(reply)
         return reply
 
-    async def enqueue_many(self, bounds: Iterable[Bound[Any]]) -> list[tuple[Bound[Any], Enqueued]]:
+    async def enqueue_many(self, bounds: Iterable[BoundRequest[Any]]) -> list[tuple[BoundRequest[Any], Enqueued]]:
         """Send requests in as few calls as there can be, each queue's in order; replies in the order given. If some
         cannot be sent, others may have been."""
         every = _checked(bounds)
@@ -206,10 +206,12 @@ class Connection:
             bound.check(reply)
         return sent
 
-    def enqueue_in(self, transaction: object, bounds: Iterable[Bound[Any]]) -> list[tuple[Bound[Any], Enqueued | None]]:
+    def enqueue_in(
+        self, transaction: object, bounds: Iterable[BoundRequest[Any]]
+    ) -> list[tuple[BoundRequest[Any], Enqueued | None]]:
         """Enqueue inside of somebody's transaction. Neighbours that go to one queue travel together."""
         every = _checked(bounds)
-        sent: list[tuple[Bound[Any], Enqueued | None]] = []
+        sent: list[tuple[BoundRequest[Any], Enqueued | None]] = []
         for queue, group in itertools.groupby(range(len(every)), lambda at: every[at].queue):
             for part in batches(group, lambda at: _size(every[at])):
                 requests = [every[at].request for at in part]
@@ -220,7 +222,7 @@ class Connection:
                 bound.check(reply)
         return sent
 
-    async def call(self, bound: Bound[Any]) -> Any:
+    async def call(self, bound: BoundRequest[Any]) -> Any:
         """Enqueue and wait for the result."""
         reply, outcome = await ask(self.storage, bound.queue, bound.request, wait_s=bound.wait_s, check=bound.check)
         return self.value_of(bound.queue, reply.id, outcome, bound.returns())
@@ -247,7 +249,7 @@ class Connection:
         return self.codecs.decode(f"the result of job {id!r} in {queue}", outcome.result, outcome.codec, returns)
 
 
-class Bound(Generic[R_co]):
+class BoundRequest(Generic[R_co]):
     """One request, ready to be sent: `task.bind(…)` or `queue.bind(…)`. Its arguments are encoded already."""
 
     __slots__ = ("queue", "raises", "request", "returns", "wait_s")
@@ -284,13 +286,13 @@ def _raise_first(ended: Sequence[BaseException | None]) -> None:
             raise error
 
 
-def _checked(bounds: Iterable[Bound[Any]]) -> list[Bound[Any]]:
+def _checked(bounds: Iterable[BoundRequest[Any]]) -> list[BoundRequest[Any]]:
     every = list(bounds)
     for bound in every:
-        if not isinstance(bound, Bound):
+        if not isinstance(bound, BoundRequest):
             raise OptionError(f"a request is what task.bind(…) or queue.bind(…) gives, not {bound!r:.60}")
     return every
 
 
-def _size(bound: Bound[Any]) -> int:
+def _size(bound: BoundRequest[Any]) -> int:
     return len(bound.request.work.payload or b"")

@@ -18,10 +18,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import JobInfo, PullOptions, Queue, Stats
-from holdfast._client.session import Bound, Connection
+from holdfast._client.session import BoundRequest, Session
 from holdfast._client.task import Handle, Using
 from holdfast._core.events import Event
-from holdfast._core.jobs import Cancelled, Kept, Placed, Repaired, Snapshot, State, Swept
+from holdfast._core.jobs import CancelResult, KeepResult, Placed, Repaired, Snapshot, State, Swept
 from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, Seconds, UsingOptions
 from holdfast.errors import NotOpen
 
@@ -63,7 +63,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def run(app: Connection, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run(app: Session, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run what `make` gives on the background's loop, and wait for it."""
     _refuse_in_a_loop()
     background = _current()
@@ -88,7 +88,7 @@ def _refuse_in_a_loop() -> None:
     raise NotOpen("a blocking call in a running event loop would stop the loop: await the async version instead")
 
 
-def close(app: Connection) -> None:
+def close(app: Session) -> None:
     """Close what blocking calls have opened. The next one opens it again."""
     _refuse_in_a_loop()
     if _background is not None and _background.pid == os.getpid():
@@ -117,7 +117,7 @@ def mirrors(source: type[Any]) -> Callable[[type[T]], type[T]]:
 class SyncHandle(Generic[R_co]):
     """A job that was asked for. See `Handle`."""
 
-    def __init__(self, app: Connection, handle: Handle[R_co]) -> None:
+    def __init__(self, app: Session, handle: Handle[R_co]) -> None:
         self._app = app
         self._handle = handle
         self.queue: str = handle.queue
@@ -134,7 +134,7 @@ class SyncHandle(Generic[R_co]):
     def state(self) -> State | None:
         return run(self._app, lambda: self._handle.state())
 
-    def cancel(self) -> Cancelled:
+    def cancel(self) -> CancelResult:
         return run(self._app, lambda: self._handle.cancel())
 
     def events(self) -> Iterator[Event]:
@@ -148,14 +148,14 @@ class SyncHandle(Generic[R_co]):
 class SyncUsing(Generic[P, R]):
     """A task, blocking. See `Using`."""
 
-    def __init__(self, app: Connection, task: Using[P, R]) -> None:
+    def __init__(self, app: Session, task: Using[P, R]) -> None:
         self._app = app
         self._task = task
 
     def using(self, **options: Unpack[UsingOptions]) -> SyncUsing[P, R]:
         return SyncUsing(self._app, self._task.using(**options))
 
-    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Bound[R]:
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
         return self._task.bind(*args, **kwargs)
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> SyncHandle[R]:
@@ -169,7 +169,7 @@ class SyncUsing(Generic[P, R]):
 class SyncLease:
     """The right to work on one job. See `Lease`."""
 
-    def __init__(self, app: Connection, lease: Lease) -> None:
+    def __init__(self, app: Session, lease: Lease) -> None:
         self._app = app
         self._lease = lease
         self.queue: str = lease.queue
@@ -224,7 +224,7 @@ class SyncQueue:
         self._app = queue.app
         self.name: str = queue.name
 
-    def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> Bound[Any]:
+    def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> BoundRequest[Any]:
         return self._queue.bind(payload, **options)
 
     def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> SyncHandle[Any]:
@@ -233,8 +233,8 @@ class SyncQueue:
     def call(self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]) -> Any:
         return run(self._app, lambda: self._queue.call(payload, wait=wait, **options))
 
-    def holding(self, token: str) -> SyncLease | None:
-        lease = run(self._app, lambda: self._queue.holding(token))
+    def lease_from_token(self, token: str) -> SyncLease | None:
+        lease = run(self._app, lambda: self._queue.lease_from_token(token))
         return None if lease is None else SyncLease(self._app, lease)
 
     def retry(self, id: str | bytes) -> SyncHandle[Any]:
@@ -271,10 +271,10 @@ class SyncQueue:
     def result(self, id: str | bytes, *, type: Any = Any, wait: Seconds | None = DEFAULT_WAIT_S) -> Any:
         return run(self._app, lambda: self._queue.result(id, type=type, wait=wait))
 
-    def keep(self, id: str | bytes, ttl: Seconds) -> Kept:
+    def keep(self, id: str | bytes, ttl: Seconds) -> KeepResult:
         return run(self._app, lambda: self._queue.keep(id, ttl))
 
-    def cancel(self, id: str | bytes) -> Cancelled:
+    def cancel(self, id: str | bytes) -> CancelResult:
         return run(self._app, lambda: self._queue.cancel(id))
 
     def jobs(self, state: State | str | None = None) -> Iterator[JobInfo]:
@@ -308,10 +308,10 @@ class SyncQueue:
 class SyncApp:
     """An app, blocking. See `Holdfast`; tasks and queues have a `sync` of their own."""
 
-    def __init__(self, app: Connection) -> None:
+    def __init__(self, app: Session) -> None:
         self._app = app
 
-    def enqueue_many(self, bounds: Iterable[Bound[R]]) -> list[SyncHandle[R]]:
+    def enqueue_many(self, bounds: Iterable[BoundRequest[R]]) -> list[SyncHandle[R]]:
         """See `Holdfast.enqueue_many`."""
         sent = run(self._app, lambda: self._app.enqueue_many(bounds))
         return [SyncHandle(self._app, Handle(self._app, bound, reply)) for bound, reply in sent]
@@ -322,7 +322,7 @@ class SyncApp:
 
     def lease(self, token: str, **options: Unpack[PullOptions]) -> SyncLease | None:
         """See `Holdfast.lease`."""
-        return self.queue(read_token(token).queue, **options).holding(token)
+        return self.queue(read_token(token).queue, **options).lease_from_token(token)
 
     def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""
@@ -337,7 +337,7 @@ class SyncApp:
         close(self._app)
 
 
-def _iterate(app: Connection, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+def _iterate(app: Session, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
     items = make()
 
     async def following() -> T:

@@ -1,4 +1,4 @@
-"""Tasks: a function, how it is run, and how it is asked for. `Bound` is one request, `Handle` what comes of it."""
+"""Tasks: a function, its options, and requests for it. `BoundRequest` is one request, `Handle` its result."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, Un
 
 import msgspec
 
-from holdfast._client.session import Bound, Connection
+from holdfast._client.session import BoundRequest, Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.codec import Codec
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import (
     DEFAULT_PRIORITY,
-    Cancelled,
+    CancelResult,
     Enqueued,
     Outcome,
     Placed,
@@ -37,7 +37,7 @@ from holdfast._core.options import (
     to_update,
     to_wait_s,
 )
-from holdfast._core.retry_policy import FAIL_HANDLER, TASK, Policy, Terms
+from holdfast._core.retry_policy import FAIL_HANDLER, TASK, Policy, QueueConfig
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id
@@ -66,13 +66,13 @@ def bind(
     update: Update | None = None,
     priority: int = DEFAULT_PRIORITY,
     limits: dict[str, int] | None = None,
-) -> Bound[Any]:
+) -> BoundRequest[Any]:
     """A request, from what its caller says. `id`, `update`, `priority` and `limits` are the task's own."""
     if not (options or limits):
         request = Request(
-            new_id() if id is None else id, Work(payload, codec, priority), update=update, named=id is not None
+            new_id() if id is None else id, Work(payload, codec, priority), update=update, custom_id=id is not None
         )
-        return Bound(queue, request, returns, raises=False, wait_s=DEFAULT_WAIT_S)
+        return BoundRequest(queue, request, returns, raises=False, wait_s=DEFAULT_WAIT_S)
     asked: dict[str, Any] = dict(options)
     given = asked.get("id")
     if given is not None:
@@ -105,10 +105,10 @@ def bind(
         None if asked.get("run_at") is None else to_at("run_at", asked["run_at"]),
         None if asked.get("delay") is None else to_ms("delay", asked["delay"]),
         update,
-        named=id is not None,
+        custom_id=id is not None,
     )
     wait_s = to_wait_s(asked["wait"]) if "wait" in asked else DEFAULT_WAIT_S
-    return Bound(queue, request, returns, raises=conflict == "raise", wait_s=wait_s)
+    return BoundRequest(queue, request, returns, raises=conflict == "raise", wait_s=wait_s)
 
 
 class Handle(Generic[R_co]):
@@ -116,7 +116,7 @@ class Handle(Generic[R_co]):
 
     __slots__ = ("_app", "_cached", "_returns", "generation", "id", "placed", "queue")
 
-    def __init__(self, app: Connection, bound: Bound[R_co], reply: Enqueued | None) -> None:
+    def __init__(self, app: Session, bound: BoundRequest[R_co], reply: Enqueued | None) -> None:
         self._app = app
         self.queue = bound.queue
         self.id = bound.id
@@ -145,7 +145,7 @@ class Handle(Generic[R_co]):
         (job,) = await self._app.storage.get(self.queue, [self.id])
         return None if job is None else job.state
 
-    async def cancel(self) -> Cancelled:
+    async def cancel(self) -> CancelResult:
         """Stop the job: `CANCELLED` (and truthy) if it waited, `ASKED` if it runs and its worker is told to stop it."""
         (reply,) = await self._app.storage.cancel(self.queue, [self.id])
         return reply
@@ -164,7 +164,7 @@ class Handle(Generic[R_co]):
 class Using(Generic[P, R]):
     """A task with options for the requests made through it."""
 
-    def __init__(self, app: Connection, definition: Definition, options: UsingOptions) -> None:
+    def __init__(self, app: Session, definition: Definition, options: UsingOptions) -> None:
         self._app = app
         self._definition = definition
         self._options = options
@@ -175,7 +175,7 @@ class Using(Generic[P, R]):
         check_known("using", options, UsingOptions)
         return Using(self._app, self._definition, cast("UsingOptions", {**self._options, **options}))
 
-    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Bound[R]:
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
         """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
         return self._definition.bind(args, kwargs, self._options)
 
@@ -199,7 +199,7 @@ class Using(Generic[P, R]):
 class Task(Using[P, R], Generic[P, R, C]):
     """A function that can be asked for: `enqueue`, `call`, `using`, `bind`. Called plainly it just runs, here."""
 
-    def __init__(self, app: Connection, definition: Definition) -> None:
+    def __init__(self, app: Session, definition: Definition) -> None:
         super().__init__(app, definition, UsingOptions())
         self.name = definition.name
         """Its queue's."""
@@ -243,7 +243,7 @@ class Definition:
     """What is known of a task, whoever asks."""
 
     def __init__(
-        self, app: Connection, function: Callable[..., Any], name: str, options: TaskOptions, *, stub: bool = False
+        self, app: Session, function: Callable[..., Any], name: str, options: TaskOptions, *, stub: bool = False
     ) -> None:
         self._app = app
         self.stub = stub
@@ -266,7 +266,7 @@ class Definition:
         self.handler = make_handler(app, name, self.arguments, self.policy, options, self._codec_name)
         self.fail_handler: Handler | None = None
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: UsingOptions) -> Bound[Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: UsingOptions) -> BoundRequest[Any]:
         given = self.arguments.bind(args, kwargs)
         codec = self._codec()
         return bind(
@@ -295,7 +295,7 @@ class Definition:
         self.fail_handler = make_handler(self._app, queue, Arguments(queue, function), policy, options, None)
         self.fail_handler.fails_for = self.arguments
         self.policy = msgspec.structs.replace(self.policy, follows_up=True)
-        self.handler.terms = msgspec.structs.replace(self.handler.terms, policy=self.policy)
+        self.handler.config = msgspec.structs.replace(self.handler.config, policy=self.policy)
 
     def _codec(self) -> Codec:
         if self.arguments.raw:
@@ -347,14 +347,14 @@ def backoff_of(base: Policy, asked: Mapping[str, Any]) -> dict[str, int]:
 
 
 def make_handler(
-    app: Connection, queue: str, arguments: Arguments, policy: Policy, options: HandlerOptions, codec: str | None
+    app: Session, queue: str, arguments: Arguments, policy: Policy, options: HandlerOptions, codec: str | None
 ) -> Handler:
     concurrency = options.get("concurrency")
-    terms = Terms(
+    config = QueueConfig(
         queue=queue,
         policy=policy,
         size=to_count("size", options.get("size", 10), 1, 100_000),
         concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
         queue_priority=to_count("queue_priority", options.get("queue_priority", 100)),
     )
-    return Handler(terms, arguments, app.codecs, app.codecs.default.name if codec is None else codec)
+    return Handler(config, arguments, app.codecs, app.codecs.default.name if codec is None else codec)

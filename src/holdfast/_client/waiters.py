@@ -1,6 +1,6 @@
 """Waiting for a job's end: subscribe, make sure the outcome will be kept, look, and look again on every hint.
 
-A hint that is lost costs at most one `LOOK_EVERY_S`; the record is the truth.
+A hint that is lost costs at most one `POLL_INTERVAL_S`; the record is the truth.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from holdfast._core.events import LOOK_EVERY_S, Event, Events, Topic
-from holdfast._core.jobs import Enqueued, Kept, Outcome, Placed, Request, State
+from holdfast._core.events import POLL_INTERVAL_S, Event, Events, Topic
+from holdfast._core.jobs import Enqueued, KeepResult, Outcome, Placed, Request, State
 from holdfast._core.lifecycle import Answer, answer
 from holdfast._core.options import MAX_WAIT_S
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
@@ -110,7 +110,7 @@ class _Waiter:
 
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
-        if kept is Kept.MISSING:
+        if kept is KeepResult.MISSING:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
         self._asked_at = asyncio.get_running_loop().time()
 
@@ -129,7 +129,7 @@ class _Waiter:
             self._raise_if_over(told)
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
                 await self._ask_again()
-            left = LOOK_EVERY_S if self._deadline is None else min(LOOK_EVERY_S, self._deadline - loop.time())
+            left = POLL_INTERVAL_S if self._deadline is None else min(POLL_INTERVAL_S, self._deadline - loop.time())
             hint = await self._hint(max(left, 0.0))
             looks = True
 
@@ -161,9 +161,9 @@ class _Waiter:
         if told is Answer.FORGOTTEN:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            trouble = "" if self._trouble is None else f" (the storage could not be reached: {self._trouble})"
+            report_error = "" if self._trouble is None else f" (the storage could not be reached: {self._trouble})"
             raise WaitTimeout(
-                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{trouble}"
+                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{report_error}"
             )
 
     async def _ask_again(self) -> None:

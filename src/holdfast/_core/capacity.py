@@ -25,7 +25,7 @@ MAX_BLOCK_S = 60.0
 NEVER = float("inf")
 
 
-class Room(msgspec.Struct):
+class Host(msgspec.Struct):
     """Where runs go on."""
 
     capacity: int
@@ -53,7 +53,7 @@ class Room(msgspec.Struct):
         return self.open and not (self.spare or self.deaf)
 
 
-class Served(msgspec.Struct):
+class QueueLoad(msgspec.Struct):
     """One queue that the worker serves."""
 
     queue: str
@@ -85,28 +85,28 @@ class Served(msgspec.Struct):
     """When to claim from it next; in the past if it may have work now, `NEVER` if nothing is known of any."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class ClaimOrder(msgspec.Struct, frozen=True):
     """Claim up to `limit` jobs."""
 
     queue: str
     limit: int
 
 
-class Fleet:
+class Capacity:
     """The rooms of one worker, and the queues that it serves. `capacity` is that of one room."""
 
     def __init__(
-        self, capacity: int, served: Iterable[Served] = (), *, most: int | None = None, rooms: Iterable[int] = (0,)
+        self, capacity: int, served: Iterable[QueueLoad] = (), *, most: int | None = None, rooms: Iterable[int] = (0,)
     ) -> None:
         self.room_capacity = capacity
         self.runs = 0
         self._most = most
         """Runs at the same time, whatever their size."""
-        self._rooms: dict[int, Room] = {}
+        self._rooms: dict[int, Host] = {}
         for number in rooms:
             self.open(number)
-        self._served: dict[str, Served] = {}
-        self._leaving: dict[str, Served] = {}
+        self._served: dict[str, QueueLoad] = {}
+        self._leaving: dict[str, QueueLoad] = {}
         """Queues that are not served any more, and whose last runs have not ended."""
         for queue in served:
             self.serve(queue)
@@ -126,7 +126,7 @@ class Fleet:
     def serves(self, queue: str) -> bool:
         return queue in self._served
 
-    def serve(self, served: Served) -> None:
+    def serve(self, served: QueueLoad) -> None:
         """Begin to serve a queue, or serve it on other terms from now on."""
         served.size = min(served.size, self.room_capacity)  # One that is larger than everything runs alone.
         known = self._served.get(served.queue) or self._leaving.pop(served.queue, None)
@@ -162,10 +162,10 @@ class Fleet:
         if served is not None:
             served.claim_at, served.passed_over, served.blocks_since = NEVER, 0, NEVER
 
-    def _find(self, queue: str) -> Served:
+    def _find(self, queue: str) -> QueueLoad:
         return self._served[queue] if queue in self._served else self._leaving[queue]
 
-    def _forget_if_over(self, served: Served) -> None:
+    def _forget_if_over(self, served: QueueLoad) -> None:
         if not (served.running or served.asked or served.in_hand):
             self._leaving.pop(served.queue, None)
 
@@ -182,7 +182,7 @@ class Fleet:
 
     def open(self, number: int, *, spare: bool = False) -> None:
         """There is a new room."""
-        self._rooms[number] = Room(self.room_capacity, spare)
+        self._rooms[number] = Host(self.room_capacity, spare)
 
     def shut(self, number: int) -> None:
         """A room takes no more runs."""
@@ -266,7 +266,7 @@ class Fleet:
         """Is a claim on its way?"""
         return self._claims > 0
 
-    def plan(self, now: float) -> list[Order]:
+    def plan(self, now: float) -> list[ClaimOrder]:
         """What to claim. No two orders are for one queue, and together they fit."""
         due = [
             queue
@@ -280,7 +280,7 @@ class Fleet:
             self._plans += 1
             limit = _at_once(fitting)
             self._reserve(due[0], frees, limit)
-            return self._ordered([Order(due[0].queue, limit)])
+            return self._ordered([ClaimOrder(due[0].queue, limit)])
         orders = self._fill_held_rooms(due, frees, now)
         ready = self._without_the_blocked([queue for queue in due if not queue.places], frees, now)
         if not (ready or orders):
@@ -288,15 +288,15 @@ class Fleet:
         self._plans += 1
         return self._ordered(orders + self._shared_out(ready, frees, len(orders)))
 
-    def _shared_out(self, ready: list[Served], frees: dict[int, int], ordered: int) -> list[Order]:
+    def _shared_out(self, ready: list[QueueLoad], frees: dict[int, int], ordered: int) -> list[ClaimOrder]:
         """What several queues get: the higher ones first, and now and then a lower one before them."""
-        orders: list[Order] = []
+        orders: list[ClaimOrder] = []
         runs_left = self._runs_left() - ordered
         tiers = sorted({queue.priority for queue in ready}, reverse=True)
         if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
             below = [queue for queue in ready if queue.priority < tiers[0]]
             longest = min(below, key=lambda queue: (queue.planned, queue.priority))
-            orders.append(Order(longest.queue, 1))
+            orders.append(ClaimOrder(longest.queue, 1))
             self._reserve(longest, frees, 1)
             runs_left -= 1
             ready.remove(longest)
@@ -306,7 +306,7 @@ class Fleet:
             orders += shares
         return orders
 
-    def _ordered(self, orders: list[Order]) -> list[Order]:
+    def _ordered(self, orders: list[ClaimOrder]) -> list[ClaimOrder]:
         """These claims are on their way."""
         for order in orders:
             served = self._served[order.queue]
@@ -361,14 +361,14 @@ class Fleet:
                 _take(frees, queue.size, queue.in_hand - queue.suspects)
         return frees
 
-    def _reserve(self, served: Served, frees: dict[int, int], count: int) -> None:
+    def _reserve(self, served: QueueLoad, frees: dict[int, int], count: int) -> None:
         """Hold room for what a claim may bring. There is one claim of a queue at a time."""
         served.place_size = served.size
         for number, jobs in _take(frees, served.size, count).items():
             served.places[number] = jobs * served.size
             self._rooms[number].reserved += jobs * served.size
 
-    def _take_back_a_place(self, served: Served) -> int:
+    def _take_back_a_place(self, served: QueueLoad) -> int:
         """In the room in which most is reserved for it: a claim that brings few jobs brings them to different rooms."""
         number = max(served.places, key=served.places.__getitem__)
         served.places[number] -= served.place_size
@@ -384,18 +384,18 @@ class Fleet:
         asked = sum(queue.asked for queue in [*self._served.values(), *self._leaving.values()])
         return self._most - self.runs - self._in_hand - asked
 
-    def _fitting(self, queue: Served, frees: dict[int, int]) -> int:
+    def _fitting(self, queue: QueueLoad, frees: dict[int, int]) -> int:
         """How many jobs of a queue fit."""
         room = min(sum(free // queue.size for free in frees.values() if free > 0), self._runs_left(), MAX_CLAIM)
         return room if queue.concurrency is None else min(room, queue.concurrency - queue.running - queue.in_hand)
 
-    def _has_slot(self, queue: Served) -> bool:
+    def _has_slot(self, queue: QueueLoad) -> bool:
         """May another of its jobs run, as far as numbers go?"""
         return self._runs_left() > 0 and (
             queue.concurrency is None or queue.running + queue.in_hand < queue.concurrency
         )
 
-    def _crowded(self, queue: Served, frees: dict[int, int]) -> bool:
+    def _crowded(self, queue: QueueLoad, frees: dict[int, int]) -> bool:
         """Would its next job fit, if only enough of what runs ended?"""
         rooms = [room for room in list(self._rooms.values()) if room.takes]
         most = max((room.capacity - self._units(room.stuck) for room in rooms), default=0)
@@ -404,7 +404,7 @@ class Fleet:
     def _units(self, runs: dict[str, int]) -> int:
         return sum(count * self._find(queue).size for queue, count in runs.items() if count)
 
-    def _without_the_blocked(self, due: list[Served], frees: dict[int, int], now: float) -> list[Served]:
+    def _without_the_blocked(self, due: list[QueueLoad], frees: dict[int, int], now: float) -> list[QueueLoad]:
         """Queues that have room. Where a large job has waited long enough for some, only higher queues go on until
         enough has ended, and at last not even those; but not for ever, it may be a long run that has to end."""
         ready = [queue for queue in due if self._fitting(queue, frees) > 0]
@@ -425,7 +425,7 @@ class Fleet:
                 return []
         return [queue for queue in ready if queue.priority > blocked_by]
 
-    def _hold_a_room(self, queue: Served, frees: dict[int, int], now: float) -> None:
+    def _hold_a_room(self, queue: QueueLoad, frees: dict[int, int], now: float) -> None:
         """Give the emptiest room to nobody else, until a job of this queue fits into it. One room at a time, and then
         none for a while: it is a floor for low queues, no more."""
         if not self._held and self._plans >= self._hold_after:
@@ -434,9 +434,9 @@ class Fleet:
             queue.blocks_since = now
             del frees[emptiest]
 
-    def _fill_held_rooms(self, due: Sequence[Served], frees: dict[int, int], now: float) -> list[Order]:
+    def _fill_held_rooms(self, due: Sequence[QueueLoad], frees: dict[int, int], now: float) -> list[ClaimOrder]:
         """Orders for queues whose room has become free enough. What is held and is not, is not there for others."""
-        orders: list[Order] = []
+        orders: list[ClaimOrder] = []
         for number, name in list(self._held.items()):
             queue = self._served.get(name)
             if queue is None or queue not in due or number not in frees:
@@ -451,22 +451,22 @@ class Fleet:
                 frees[number] -= queue.size
                 queue.places[number] = queue.place_size = queue.size
                 self._rooms[number].reserved += queue.size
-                orders.append(Order(name, 1))
+                orders.append(ClaimOrder(name, 1))
             else:
                 del frees[number]
         return orders
 
-    def _share(self, tier: Sequence[Served], frees: dict[int, int], runs_left: int) -> list[Order]:
+    def _share(self, tier: Sequence[QueueLoad], frees: dict[int, int], runs_left: int) -> list[ClaimOrder]:
         """Equal parts for the queues of one priority; what one leaves goes to those after it. The queue with the
         fewest runs is served first."""
-        orders: list[Order] = []
+        orders: list[ClaimOrder] = []
         left = sorted(tier, key=lambda queue: (queue.running * queue.size, queue.planned))
         while left and runs_left > 0 and (free := sum(free for free in frees.values() if free > 0)) > 0:
             queue = left.pop(0)
             share = max(1, free // (len(left) + 1) // queue.size)
             limit = min(self._fitting(queue, frees), share, runs_left)
             if limit > 0:
-                orders.append(Order(queue.queue, limit))
+                orders.append(ClaimOrder(queue.queue, limit))
                 self._reserve(queue, frees, limit)
                 runs_left -= limit
         return orders

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from holdfast._core.jobs import Outcome, Value
 
 
-class Kind(StrEnum):
+class EventKind(StrEnum):
     """What can happen to a job. A queue's totals count exactly these."""
 
     ENQUEUED = "enqueued"
@@ -29,21 +29,21 @@ class Kind(StrEnum):
     PURGED = "purged"
 
 
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Who listens looks once in so long as well: a lost hint costs no more."""
 
-STARTS = frozenset({Kind.ENQUEUED, Kind.PROMOTED})
-ENDS = frozenset({Kind.COMPLETED, Kind.FAILED, Kind.CANCELLED, Kind.PURGED})
+STARTS = frozenset({EventKind.ENQUEUED, EventKind.PROMOTED})
+ENDS = frozenset({EventKind.COMPLETED, EventKind.FAILED, EventKind.CANCELLED, EventKind.PURGED})
 """Every start has one end, once nothing of the queue is live: `audit` checks that the totals say so."""
-ENDS_A_WAIT = ENDS | {Kind.CANCEL_ASKED, Kind.FORGOTTEN}
-RETURNS = frozenset({Kind.RETRIED, Kind.TIMED_OUT, Kind.STALLED, Kind.RELEASED})
-MAKES_READY = STARTS | RETURNS | {Kind.UPDATED}
+ENDS_A_WAIT = ENDS | {EventKind.CANCEL_ASKED, EventKind.FORGOTTEN}
+RETURNS = frozenset({EventKind.RETRIED, EventKind.TIMED_OUT, EventKind.STALLED, EventKind.RELEASED})
+MAKES_READY = STARTS | RETURNS | {EventKind.UPDATED}
 
 
 class Event(Value, frozen=True):
     """A hint that something happened. Hints may be lost, repeated or late; the record is the truth."""
 
-    kind: Kind
+    kind: EventKind
     queue: str
     id: str
     generation: int
@@ -55,7 +55,7 @@ class Event(Value, frozen=True):
     @property
     def happened(self) -> bool:
         """Something is known to have happened. Else it only means: look."""
-        return self.generation != 0 or self.kind not in (Kind.UPDATED, Kind.CANCELLED)
+        return self.generation != 0 or self.kind not in (EventKind.UPDATED, EventKind.CANCELLED)
 
 
 class Topic(Value, frozen=True):

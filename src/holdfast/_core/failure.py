@@ -19,14 +19,14 @@ _OURS = {str(Path(__file__).parents[1] / "_worker" / "handler.py"), concurrent.f
 """Where frames come from that are the same for every run."""
 
 
-def as_data(error: BaseException, kind: Literal["permanent", "retriable", "timeout"]) -> JobError:
+def error_from_exception(error: BaseException, kind: Literal["permanent", "retriable", "timeout"]) -> JobError:
     """An exception as it is stored."""
     try:
         message = str(error)
     except Exception:
         message = "(its message could not be made)"
     text = _traceback(error)
-    details = said_by(error, "details")
+    details = safe_getattr(error, "details")
     if details is not None:
         try:
             if len(msgspec.json.encode(details)) > retry_policy.MAX_TRACEBACK:
@@ -38,7 +38,7 @@ def as_data(error: BaseException, kind: Literal["permanent", "retriable", "timeo
     return retry_policy.cut(msgspec.structs.replace(told, message=_clean(message), traceback=_clean(text)))
 
 
-def said_by(error: BaseException, name: str) -> Any:
+def safe_getattr(error: BaseException, name: str) -> Any:
     """An attribute of somebody's exception; None if it has none, or if asking for it fails."""
     try:
         return getattr(error, name, None)
@@ -75,7 +75,7 @@ def retry_time(error: BaseException) -> tuple[int | None, int | None]:
     if isinstance(error, Retry):
         delay_ms = None if error.delay is None else to_ms("Retry's delay", error.delay)
         return delay_ms, None if error.at is None else to_at("Retry's at", error.at)
-    at = said_by(error, "retry_at")
+    at = safe_getattr(error, "retry_at")
     if isinstance(at, datetime):
         return None, to_at("retry_at", at)
     if isinstance(at, int | float) and not isinstance(at, bool) and 0 < at < 4_102_444_800:

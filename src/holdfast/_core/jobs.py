@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from holdfast._core.extension import Extension
+
 MAX_MS = 10 * 365 * 24 * 3_600_000
 """No delay and no time to live is longer than ten years."""
 
@@ -25,7 +27,7 @@ Ms = Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
 Priority = Annotated[int, msgspec.Meta(ge=0, le=9)]
-Codec = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
+CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
 
 DEFAULT_PRIORITY = 5
 PRIORITIES = range(10)
@@ -59,7 +61,7 @@ class Work(Value, frozen=True):
 
     payload: bytes | None
     """None only in an operator's retry and in a completed record, which drops its payload."""
-    codec: Codec = "json"
+    codec: CodecName = "json"
     """Which codec wrote the payload."""
     priority: Priority = DEFAULT_PRIORITY
     timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_MS)] | None = None
@@ -69,6 +71,8 @@ class Work(Value, frozen=True):
     max_timeouts: Limit | None = None
     result_ttl_ms: Ms | None = None
     dedup_ttl_ms: Ms | None = None
+    extension: Extension = ()
+    """Optional fields that travel with the payload: tags from `FIRST_WORK_TAG` on."""
 
 
 class Next(Value, frozen=True):
@@ -86,7 +90,7 @@ class Next(Value, frozen=True):
     resets_counts: bool = True
 
 
-class Run(Value, frozen=True):
+class StoredLease(Value, frozen=True):
     """The lease of a running job, and what may only exist while it runs."""
 
     worker: str
@@ -112,7 +116,7 @@ class Outcome(Value, frozen=True):
     dedup_at: At = 0
     """Until here a completed id answers `keep` from its cache."""
     result: bytes | None = None
-    codec: Codec = "json"
+    codec: CodecName = "json"
     """Which codec wrote the result."""
     error: bytes | None = None
 
@@ -129,7 +133,7 @@ class Job(Value, frozen=True):
     """The stamp at which `run_at` was last set: it orders jobs that are due at the same instant."""
     wall_at: At = 0
     """An absolute `run_at` as its caller gave it, in wall time; 0 where run_at is the queue's own reckoning."""
-    named: bool = False
+    custom_id: bool = False
     """The caller chose the id, so completing is worth remembering."""
     attempts: Count = 0
     """Runs started since the last promotion or restart. Limits nothing."""
@@ -138,7 +142,7 @@ class Job(Value, frozen=True):
     timeouts: Count = 0
     error: bytes | None = None
     """Why the last run did not complete."""
-    run: Run | None = None
+    run: StoredLease | None = None
     outcome: Outcome | None = None
     previous: Outcome | None = None
     """How the generation before this one ended, until its own forget time."""
@@ -146,6 +150,8 @@ class Job(Value, frozen=True):
     """How long to remember the end of this job, where someone asked while it was live."""
     keep_until_at: At = 0
     """Someone waits: remember the end at least until here."""
+    extension: Extension = ()
+    """Optional fields of this generation: tags below `FIRST_WORK_TAG`."""
 
     @property
     def state(self) -> State:
@@ -222,7 +228,7 @@ class Request(Value, frozen=True):
     delay_ms: Ms | None = None
     update: Update | None = None
     """None keeps what is there."""
-    named: bool = False
+    custom_id: bool = False
     keep_ms: Ms = 0
     """Somebody will wait for the outcome: remember it for at least this long from now."""
 
@@ -233,7 +239,7 @@ class Complete(Value, frozen=True, tag="complete"):
     id: str
     fence: At
     result: bytes | None = None
-    codec: Codec = "json"
+    codec: CodecName = "json"
     result_ttl_ms: Ms = 0
     dedup_ttl_ms: Ms = 0
 
@@ -248,7 +254,7 @@ class Fail(Value, frozen=True, tag="fail"):
     follow_up: Work | None = None
 
 
-class Retry(Value, frozen=True, tag="retry"):
+class RetrySettlement(Value, frozen=True, tag="retry"):
     """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
     stall without a delay it keeps its place."""
 
@@ -267,10 +273,10 @@ class Release(Value, frozen=True, tag="release"):
     fence: At
 
 
-Settlement = Complete | Fail | Retry | Release
+Settlement = Complete | Fail | RetrySettlement | Release
 
 
-class Lease(Value, frozen=True):
+class LeaseRef(Value, frozen=True):
     """The right of one worker to run a job, as `extend` names it."""
 
     id: str
@@ -313,13 +319,13 @@ class Claim(Value, frozen=True):
     paused: bool = False
 
     @property
-    def look_at(self) -> int | None:
+    def next_poll_at(self) -> int | None:
         """When it is worth asking again, as far as is known."""
         known = [self.next_sweep_at, None if self.paused else self.next_run_at]
         return min((at for at in known if at is not None), default=None)
 
 
-class Settled(StrEnum):
+class SettleResult(StrEnum):
     OK = "ok"
     LOST = "lost"
     """The lease was not this caller's any more. Nothing was changed."""
@@ -328,11 +334,11 @@ class Settled(StrEnum):
 class Extended(Value, frozen=True):
     """The leases among those named that are lost, and those whose job should stop."""
 
-    lost: list[Lease]
-    cancel_asked: list[Lease]
+    lost: list[LeaseRef]
+    cancel_asked: list[LeaseRef]
 
 
-class Cancelled(StrEnum):
+class CancelResult(StrEnum):
     """What a cancel did. Truthy only where the job will certainly not run (again)."""
 
     CANCELLED = "cancelled"
@@ -342,10 +348,10 @@ class Cancelled(StrEnum):
     MISSING = "missing"
 
     def __bool__(self) -> bool:
-        return self is Cancelled.CANCELLED
+        return self is CancelResult.CANCELLED
 
 
-class Kept(StrEnum):
+class KeepResult(StrEnum):
     KEPT = "kept"
     LIVE = "live"
     """The job has not ended; the length counts from its end (or, with `at_least`, from now)."""
@@ -390,13 +396,13 @@ class QueueStats(Value, frozen=True):
     """How often each event has happened, since the queue was made; rates are differences of these."""
 
 
-Facts = dict[str, str | int | list[str]]
+WorkerFacts = dict[str, str | int | list[str]]
 """What a worker says of itself."""
 
 
-class WorkerStats(Value, frozen=True):
+class WorkerInfo(Value, frozen=True):
     worker: str
-    facts: Facts
+    facts: WorkerFacts
     beat_at: int
     expires_at: int
     evict_asked: bool
@@ -405,10 +411,10 @@ class WorkerStats(Value, frozen=True):
 class Snapshot(Value, frozen=True):
     now: int
     queues: list[QueueStats]
-    workers: list[WorkerStats]
+    workers: list[WorkerInfo]
 
 
-class About(Value, frozen=True):
+class StorageInfo(Value, frozen=True):
     """What a storage is, and what it keeps."""
 
     name: str
@@ -422,7 +428,7 @@ class About(Value, frozen=True):
     """What should be seen to."""
 
 
-class Orders(Value, frozen=True):
+class WorkerCommands(Value, frozen=True):
     """What the storage has to tell a worker when it announces itself."""
 
     evict: bool

@@ -2,7 +2,7 @@
 
 `TRANSITIONS` is the whole life as data; docs/machine.md is drawn from it and a test holds every function to it.
 A function takes the record as it is (None: there is none) and returns a `Step`: the record as it shall be, and what
-that means in the words of `Kind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
+that means in the words of `EventKind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Literal
 from msgspec.structs import replace
 
 from holdfast._core.clock import QueueTime
-from holdfast._core.events import Kind
+from holdfast._core.events import EventKind
 from holdfast._core.jobs import (
-    Cancelled,
+    CancelResult,
     Complete,
     Enqueued,
     Fail,
     Job,
-    Kept,
-    Lease,
+    KeepResult,
+    LeaseRef,
     Next,
     Outcome,
     Placed,
     Release,
     Request,
-    Retry,
-    Run,
+    RetrySettlement,
     Settlement,
     State,
+    StoredLease,
     Update,
     Value,
     Work,
@@ -142,7 +142,7 @@ class Step(Value, frozen=True):
     """The record after an event (None: there is none any more), and what happened."""
 
     job: Job | None
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[EventKind, ...] = ()
 
 
 class _Due(Value, frozen=True):
@@ -211,11 +211,13 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
         due.run_at,
         due.arrival,
         due.wall_at,
-        request.named,
+        request.custom_id,
         previous=None if job is None else job.outcome,
         keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
     )
-    return Step(started, (Kind.ENQUEUED,)), Enqueued(started.id, Placed.NEW, stamp, None if job is None else job.state)
+    return Step(started, (EventKind.ENQUEUED,)), Enqueued(
+        started.id, Placed.NEW, stamp, None if job is None else job.state
+    )
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
@@ -230,11 +232,11 @@ def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime,
     )
     if update.resets_counts:
         job = _reset_counts(job)
-    return Step(job, (Kind.UPDATED,)), Enqueued(job.id, Placed.UPDATED, stamp, State.WAITING)
+    return Step(job, (EventKind.UPDATED,)), Enqueued(job.id, Placed.UPDATED, stamp, State.WAITING)
 
 
 def _update_running(
-    job: Job, run: Run, request: Request, update: Update, time: QueueTime, stamp: int
+    job: Job, run: StoredLease, request: Request, update: Update, time: QueueTime, stamp: int
 ) -> tuple[Step, Enqueued]:
     """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
     due = _due(request, time, stamp)
@@ -263,7 +265,7 @@ def _update_running(
             old.resets_counts or update.resets_counts,
         )
     job = replace(_waited_for(job, request, time.last_at), run=replace(run, next=following))
-    return Step(job, (Kind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
+    return Step(job, (EventKind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
 
 
 def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
@@ -299,36 +301,36 @@ def _reset_counts(job: Job) -> Job:
     return replace(job, retries=0, stalls=0, timeouts=0, error=None)
 
 
-def cancel(job: Job | None, now: int) -> tuple[Step, Cancelled]:
+def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
     """Stop a job: at once if it waits, by asking its worker if it runs. Drops the request in `next` either way."""
     if job is None or forgotten(job, now):
-        return Step(job), Cancelled.MISSING
+        return Step(job), CancelResult.MISSING
     if job.outcome is not None:
-        return Step(job), Cancelled.FINISHED
+        return Step(job), CancelResult.FINISHED
     if job.run is None:
-        return _end(job, _cancelled(job, now), Kind.CANCELLED, now), Cancelled.CANCELLED
+        return _end(job, _cancelled(job, now), EventKind.CANCELLED, now), CancelResult.CANCELLED
     if job.run.cancel_asked and job.run.next is None:
-        return Step(job), Cancelled.ASKED
+        return Step(job), CancelResult.ASKED
     asked = replace(job, run=replace(job.run, cancel_asked=True, next=None))
-    return Step(asked, (Kind.CANCEL_ASKED,)), Cancelled.ASKED
+    return Step(asked, (EventKind.CANCEL_ASKED,)), CancelResult.ASKED
 
 
-def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | None, Kept]:
+def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | None, KeepResult]:
     """Change how long an outcome is remembered; `at_least` is a waiter's, and never shortens anything."""
     if job is None or forgotten(job, now):
-        return job, Kept.MISSING
+        return job, KeepResult.MISSING
     until = now + 1000 * ttl_ms
     if job.outcome is None:
         changed = (
             replace(job, keep_until_at=max(job.keep_until_at, until)) if at_least else replace(job, keep_ms=ttl_ms)
         )
-        return changed, Kept.LIVE
+        return changed, KeepResult.LIVE
     if at_least:
         outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until))
     else:
         dedup_at = until if job.outcome.state is State.COMPLETED else 0
         outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at)
-    return replace(job, outcome=outcome), Kept.KEPT
+    return replace(job, outcome=outcome), KeepResult.KEPT
 
 
 # Runs
@@ -336,8 +338,8 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | 
 
 def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
     """A waiting job that is due becomes a run with a fence of its own."""
-    run = Run(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
-    return Step(replace(job, run=run, attempts=job.attempts + 1), (Kind.CLAIMED,))
+    run = StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
+    return Step(replace(job, run=run, attempts=job.attempts + 1), (EventKind.CLAIMED,))
 
 
 def follow_clock(job: Job, time: QueueTime) -> Job:
@@ -351,7 +353,7 @@ def holds(job: Job | None, worker: str, fence: int) -> bool:
     return job is not None and job.run is not None and job.run.fence == fence and job.run.worker == worker
 
 
-def extend(job: Job, lease: Lease, lease_ms: int, now: int) -> Job:
+def extend(job: Job, lease: LeaseRef, lease_ms: int, now: int) -> Job:
     """The holder is alive. Call only if it `holds` the lease."""
     assert job.run is not None
     progress = job.run.progress if lease.progress is None else lease.progress
@@ -364,19 +366,19 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
     assert job.run is not None
     now = time.last_at
     if job.run.cancel_asked and not isinstance(settlement, Complete):
-        return _end(job, _cancelled(job, now), Kind.CANCELLED, now)
+        return _end(job, _cancelled(job, now), EventKind.CANCELLED, now)
     match settlement:
         case Complete():
-            return _end(job, _completed(job, settlement, now), Kind.COMPLETED, now)
+            return _end(job, _completed(job, settlement, now), EventKind.COMPLETED, now)
         case Fail():
-            return _end(job, _failed(job, settlement, now), Kind.FAILED, now)
-        case Retry():
+            return _end(job, _failed(job, settlement, now), EventKind.FAILED, now)
+        case RetrySettlement():
             return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
         case Release():
-            return _again(job, job.run, job, Kind.RELEASED, time)
+            return _again(job, job.run, job, EventKind.RELEASED, time)
 
 
-_RETRY_KINDS = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}
+_RETRY_KINDS = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}
 
 
 def expire(job: Job, time: QueueTime) -> Step:
@@ -395,15 +397,15 @@ def take_back(job: Job, time: QueueTime) -> Step:
     run = job.run
     assert run is not None
     if run.cancel_asked:
-        return _end(job, _cancelled(job, time.last_at), Kind.CANCELLED, time.last_at)
+        return _end(job, _cancelled(job, time.last_at), EventKind.CANCELLED, time.last_at)
     back = replace(job, stalls=job.stalls + 1)
     if back.stalls >= 2:
         delay_ms = min(run.lease_ms * 2 ** min(back.stalls - 2, 30), MAX_STALL_DELAY_MS)
         back = replace(back, run_at=time.last_at + 1000 * delay_ms, arrival=time.stamp(), wall_at=0)
-    return _again(job, run, back, Kind.STALLED, time)
+    return _again(job, run, back, EventKind.STALLED, time)
 
 
-def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
+def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
     """A stall that need not wait keeps the job's place in front, as an expired lease does."""
     counted = replace(
         job,
@@ -420,7 +422,7 @@ def _counted(job: Job, retry: Retry, time: QueueTime) -> Job:
     return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)
 
 
-def _again(job: Job, run: Run, back: Job, kind: Kind, time: QueueTime) -> Step:
+def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
     """The job waits again, with the settlement applied; now what is in `next` is merged in by its rules."""
     back = replace(back, run=None)
     following = run.next
@@ -443,7 +445,7 @@ def _again(job: Job, run: Run, back: Job, kind: Kind, time: QueueTime) -> Step:
     return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
 
 
-def _end(job: Job, outcome: Outcome, kind: Kind, now: int) -> Step:
+def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
     """The generation is over. What is in `next` takes its place, else the outcome is remembered for its time."""
     following = None if job.run is None else job.run.next
     remembered = outcome.forget_at > now
@@ -455,11 +457,11 @@ def _end(job: Job, outcome: Outcome, kind: Kind, now: int) -> Step:
             following.run_at,
             following.arrival,
             following.wall_at,
-            job.named,
+            job.custom_id,
             previous=outcome if remembered else job.previous,
             keep_until_at=job.keep_until_at,
         )
-        return Step(promoted, (kind, Kind.PROMOTED))
+        return Step(promoted, (kind, EventKind.PROMOTED))
     if not remembered:
         return Step(None, (kind,))
     work = replace(job.work, payload=None) if outcome.state is State.COMPLETED else job.work

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, Retry, Settlement, Value, Work
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, Value, Work
 from holdfast.errors import ErrorKind, JobError
 
 MAX_MESSAGE = 4_096
@@ -50,7 +50,7 @@ PULL = Policy(timeout_ms=None, max_retries=None, max_stalls=None, max_timeouts=N
 """A pull queue has no limits unless it is given some."""
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
     process."""
 
@@ -137,17 +137,17 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
             delay_ms = 0 if ended.run_at is not None else ended.delay_ms
             if delay_ms is None:
                 delay_ms = backoff_ms(job.retries, policy, rng)
-            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
+            return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
         case TimedOut():
             if not _allows(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = backoff_ms(job.timeouts, policy, rng)
-            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
+            return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
         case Crashed():
             if not _allows(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
                 return _fail(job, ended.error, policy)
             delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
-            return Retry(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
+            return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
             if policy.at_most_once and ended.reason not in ("cancel", "not_started"):
                 error = JobError(type="Stopped", kind="stall", message=f"it was started, and stopped by {ended.reason}")
@@ -174,7 +174,7 @@ def smaller(job: Job, refused: Settlement, policy: Policy, why: str) -> list[Set
     error = decode_error(refused.error)
     brief = msgspec.structs.replace(error, message=error.message[:200], traceback="", details=None)
     least = JobError(type=error.type[:40], message="", kind=error.kind, attempts=error.attempts)
-    if isinstance(refused, Retry):
+    if isinstance(refused, RetrySettlement):
         errors = (encode_error(brief), encode_error(least), None)
         return [msgspec.structs.replace(refused, error=data) for data in errors]
     bare = [Fail(refused.id, refused.fence, data, refused.failure_ttl_ms) for data in (encode_error(brief), b"")]
@@ -254,7 +254,7 @@ def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
 
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
     """Remembered only if there is something to remember: a name, a result, or (the storage knows) who waits for it."""
-    worth_it = job.named or ended.result is not None or ended.result_ttl_ms is not None
+    worth_it = job.custom_id or ended.result is not None or ended.result_ttl_ms is not None
     given = ended.result_ttl_ms if ended.result_ttl_ms is not None else job.work.result_ttl_ms
     result_ttl_ms = policy.result_ttl_ms if given is None else given
     dedup_ttl_ms = policy.dedup_ttl_ms if job.work.dedup_ttl_ms is None else job.work.dedup_ttl_ms

@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from holdfast._core.capacity import NEVER, Fleet, Order
-from holdfast._core.events import LOOK_EVERY_S, Event, Topic
+from holdfast._core.capacity import NEVER, Capacity, ClaimOrder
+from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.jobs import Claim, Job
 from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S
 from holdfast.storage import Storage
@@ -21,13 +21,13 @@ from holdfast.storage.validation import batches
 log = logging.getLogger("holdfast.worker")
 
 
-class Feed:
+class Claimer:
     """Claims jobs for one worker, as many as it has room for. `begin` gets them, with the time their claim was sent."""
 
     def __init__(
         self,
         storage: Storage,
-        fleet: Fleet,
+        fleet: Capacity,
         *,
         worker: str,
         lease_ms: int,
@@ -35,7 +35,7 @@ class Feed:
         begin: Callable[[str, Sequence[Job], float], None],
         busy: Callable[[], bool],
         is_heard: Callable[[], bool],
-        trouble: Callable[[Exception, str], None],
+        report_error: Callable[[Exception, str], None],
     ) -> None:
         self._storage = storage
         self._fleet = fleet
@@ -45,7 +45,7 @@ class Feed:
         self._begin = begin
         self._busy = busy
         self._is_heard = is_heard
-        self._trouble = trouble
+        self._report_error = report_error
         self._rng = random.Random()
         self._changed = asyncio.Event()
         """Something happened that we may want to know."""
@@ -91,11 +91,11 @@ class Feed:
     async def _claim_until_stopped(self) -> None:
         """Claims go on side by side: a queue that is slow holds up no other."""
         loop = asyncio.get_running_loop()
-        look_at = NEVER if self._burst else loop.time() + LOOK_EVERY_S
+        next_poll_at = NEVER if self._burst else loop.time() + POLL_INTERVAL_S
         while not self._stopped:
             self._changed.clear()
-            if loop.time() >= look_at:
-                look_at = loop.time() + LOOK_EVERY_S
+            if loop.time() >= next_poll_at:
+                next_poll_at = loop.time() + POLL_INTERVAL_S
                 if not self._looking:
                     self._looking = True
                     self._go(self._look_around(), "look")
@@ -103,7 +103,7 @@ class Feed:
             self._claim_what_fits(now)
             if self._burst and self._is_idle():
                 return
-            await self._until_changed(min(look_at, self._fleet.next_claim_at(now)) - loop.time())
+            await self._until_changed(min(next_poll_at, self._fleet.next_claim_at(now)) - loop.time())
 
     def _claim_what_fits(self, now: float) -> None:
         for order in self._fleet.plan(now) if self._is_heard() else ():
@@ -125,7 +125,7 @@ class Feed:
 
     async def _until_changed(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(min(max(seconds, 0.0), LOOK_EVERY_S)):
+            async with asyncio.timeout(min(max(seconds, 0.0), POLL_INTERVAL_S)):
                 await self._changed.wait()
         except TimeoutError:
             pass  # Time to look.
@@ -144,19 +144,19 @@ class Feed:
                     elif queue in crowded:
                         self._fleet.sleep(queue)
         except Exception as error:
-            self._trouble(error, f"worker {self._worker} could not look for work")
+            self._report_error(error, f"worker {self._worker} could not look for work")
         self._looking = False
         self._changed.set()
 
-    async def _claim(self, order: Order) -> None:
+    async def _claim(self, order: ClaimOrder) -> None:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         try:
             claim = await self._storage.claim(order.queue, order.limit, worker=self._worker, lease_ms=self._lease_ms)
         except Exception as error:
-            pause = self._rng.uniform(0.5, 1) * LOOK_EVERY_S
+            pause = self._rng.uniform(0.5, 1) * POLL_INTERVAL_S
             self._fleet.claimed(order.queue, order.limit, 0, loop.time() + pause)
-            self._trouble(error, f"worker {self._worker} could not claim from {order.queue}")
+            self._report_error(error, f"worker {self._worker} could not claim from {order.queue}")
         else:
             if claim.jobs:
                 self._begin(order.queue, claim.jobs, sent_at)
@@ -166,7 +166,7 @@ class Feed:
     def _claim_at(self, claim: Claim) -> float:
         """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
         now = asyncio.get_running_loop().time()
-        at = NEVER if claim.look_at is None else now + (claim.look_at - claim.now) / 1e6
+        at = NEVER if claim.next_poll_at is None else now + (claim.next_poll_at - claim.now) / 1e6
         return NEVER if self._burst and at > now else at
 
     def _hear(self, event: Event) -> None:

@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from holdfast._core.capacity import NEVER, Fleet
-from holdfast._core.events import Kind
+from holdfast._core.capacity import NEVER, Capacity
+from holdfast._core.events import EventKind
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, Terms, fence_of, is_suspect, timeout_ms
+from holdfast._core.retry_policy import Ended, QueueConfig, fence_of, is_suspect, timeout_ms
 from holdfast.errors import JobError
 
-Why = Literal["cancel", "timeout", "shutdown", "lease_lost"]
+StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 
 class Run:
@@ -27,25 +27,25 @@ class Run:
 
     __slots__ = (
         *("alone", "done", "extended_at", "given_up", "held", "job", "key", "overdue", "progress", "queue", "room"),
-        *("started_at", "stopping", "terms", "timers", "times_out_at"),
+        *("started_at", "stopping", "config", "timers", "times_out_at"),
     )
 
-    def __init__(self, terms: Terms, job: Job, extended_at: float) -> None:
-        self.terms = terms
+    def __init__(self, config: QueueConfig, job: Job, extended_at: float) -> None:
+        self.config = config
         self.job = job
-        self.queue = terms.queue
-        self.key = (terms.queue, job.id, fence_of(job))
+        self.queue = config.queue
+        self.key = (config.queue, job.id, fence_of(job))
         self.room: int | None = None
         """Where it runs; None while it waits for a room."""
         self.started_at: float | None = None
         self.extended_at = extended_at
         """When the last claim or extend that succeeded was sent: from then on the lease lasted its length."""
-        self.alone = is_suspect(job, terms.policy)
+        self.alone = is_suspect(job, config.policy)
         """It must have no neighbours."""
         self.held = True
         """The lease is ours, and nothing was decided about it yet."""
         self.done = False
-        self.stopping: Why | None = None
+        self.stopping: StopReason | None = None
         """Why it was asked to end."""
         self.overdue = False
         """It was asked to end, and did not in time."""
@@ -61,7 +61,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
     `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`."""
 
-    kind: Kind
+    kind: EventKind
     queue: str
     id: str
     attempt: int
@@ -91,17 +91,17 @@ class Executor(ABC):
 
     name: ClassVar[str]
     room_capacity: ClassVar[int]
-    gone_s: float = 0.0
+    kill_allowance_s: float = 0.0
     """How much longer than its `cancel_grace` a run may take to be gone."""
 
     def __init__(self) -> None:
-        self._fleet: Fleet
+        self._fleet: Capacity
         self._to: Listener
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
         """One timer for all runs: it rings when the first of them may have to be stopped."""
 
-    async def open(self, fleet: Fleet, to: Listener) -> None:
+    async def open(self, fleet: Capacity, to: Listener) -> None:
         """Get ready to work for a worker."""
         self._fleet, self._to = fleet, to
 
@@ -123,7 +123,7 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def terms(self) -> Iterable[Terms]:
+    def config(self) -> Iterable[QueueConfig]:
         """What can be run here."""
 
     @property
@@ -135,7 +135,7 @@ class Executor(ABC):
     def start(self, run: Run) -> None: ...
 
     @abstractmethod
-    def _ask(self, run: Run, why: Why) -> None:
+    def _ask(self, run: Run, why: StopReason) -> None:
         """Tell a run to end."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Executor(ABC):
     def _kill(self, run: Run) -> None:
         """A run must be gone now, whatever that costs."""
 
-    def stop(self, run: Run, why: Why, *, kill_at: float | None = None) -> None:
+    def stop(self, run: Run, why: StopReason, *, kill_at: float | None = None) -> None:
         """Have a run end. The first reason counts. It has its `cancel_grace`; at `kill_at` it is killed."""
         if run.done:
             return
@@ -156,7 +156,7 @@ class Executor(ABC):
         if run.stopping is not None:
             return
         run.stopping = why
-        run.timers.append(loop.call_later(run.terms.policy.cancel_grace_ms / 1000, self._is_late, run))
+        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._is_late, run))
         self._ask(run, why)
 
     def _is_late(self, run: Run) -> None:
@@ -169,7 +169,7 @@ class Executor(ABC):
         run.room, run.started_at = room, loop.time()
         self._runs.add(run)
         self._fleet.started(run.queue, room)
-        limit_ms = timeout_ms(run.job, run.terms.policy)
+        limit_ms = timeout_ms(run.job, run.config.policy)
         if limit_ms is not None:
             run.times_out_at = run.started_at + limit_ms / 1000
             if self._next_timeout is None or run.times_out_at < self._next_timeout.when():

@@ -20,11 +20,11 @@ import msgspec
 from holdfast._core import retry_policy as decisions
 from holdfast._core.arguments import Arguments, UnknownParameter, is_async
 from holdfast._core.codec import Codecs
-from holdfast._core.failure import as_data, retry_time, said_by
+from holdfast._core.failure import error_from_exception, retry_time, safe_getattr
 from holdfast._core.jobs import Complete, Fail, Job
 from holdfast._core.options import Seconds, to_ms
-from holdfast._core.retry_policy import Crashed, Ended, FollowUp, Raised, Returned, Stopped, Terms, TimedOut
-from holdfast._worker.executor import Why
+from holdfast._core.retry_policy import Crashed, Ended, FollowUp, QueueConfig, Raised, Returned, Stopped, TimedOut
+from holdfast._worker.executor import StopReason
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 
 log = logging.getLogger("holdfast")
@@ -59,7 +59,7 @@ class CurrentJob:
         self.timeouts = job.timeouts
         self.run_at = job.run_at
         self.worker = job.run.worker
-        self.stopping: Why | None = None
+        self.stopping: StopReason | None = None
         """Why this run should end, once it should: cancel, timeout, shutdown or lease_lost. An async handler is
         cancelled as well; a sync one should look here now and then."""
         self.resources = resources
@@ -143,9 +143,9 @@ OnError = Callable[[BaseException, str], Awaitable[None] | None]
 class Handler:
     """A function that runs the jobs of one queue."""
 
-    def __init__(self, terms: Terms, arguments: Arguments, codecs: Codecs, codec: str) -> None:
-        self.queue = terms.queue
-        self.terms = terms
+    def __init__(self, config: QueueConfig, arguments: Arguments, codecs: Codecs, codec: str) -> None:
+        self.queue = config.queue
+        self.config = config
         self.arguments = arguments
         self.codecs = codecs
         self.codec = codecs.get(codec)
@@ -192,7 +192,7 @@ class Handler:
         return Failure(payload=given, job=failed, error=told.error)
 
 
-class Surroundings:
+class AppHooks:
     """What an app puts around its handlers."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Surroundings:
         self.find: Callable[[str, str], Awaitable[Job | None]] | None = None
         """Looks a record up."""
 
-    async def trouble(self, error: BaseException, where: str) -> None:
+    async def report_error(self, error: BaseException, where: str) -> None:
         """Something failed that is no job's own failure: tell the error hooks, or the log if there is none."""
         try:
             for hook in self.errors:
@@ -228,7 +228,7 @@ async def perform(
     job: Job,
     current: CurrentJob,
     handler: Handler,
-    around: Surroundings,
+    around: AppHooks,
     threads: Executor,
 ) -> Ended:
     """Run one job, whatever its handler does. Never raises, but for what ends the whole program."""
@@ -254,7 +254,7 @@ async def perform(
     return ended
 
 
-class Stepped:
+class Probed:
     """Awaits a coroutine, and says when each of its steps begins and ends."""
 
     def __init__(
@@ -285,7 +285,7 @@ class Stepped:
                 error = thrown
 
 
-async def _with_payload(failure: Failure, handler: Handler, around: Surroundings) -> Failure:
+async def _with_payload(failure: Failure, handler: Handler, around: AppHooks) -> Failure:
     """The payload was too large to travel along. It is in the failed record, unless that has run again or is gone."""
     assert handler.fails_for is not None
     job = None if around.find is None else await around.find(failure.job.queue, failure.job.id)
@@ -367,13 +367,13 @@ def timed_out() -> JobError:
 
 def _raised(error: BaseException, current: CurrentJob) -> Ended:
     if current.stopping == "timeout":
-        return TimedOut(as_data(error, "timeout"))
+        return TimedOut(error_from_exception(error, "timeout"))
     if isinstance(error, UnknownParameter):
-        return Raised(as_data(error, "retriable"))
-    permanent = isinstance(error, PermanentError | PayloadRejected) or said_by(error, "kind") == "permanent"
+        return Raised(error_from_exception(error, "retriable"))
+    permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
     if current.stopping is not None and not permanent and not isinstance(error, Retry):
         return Stopped(current.stopping)  # It was told to stop, and stumbled on the way out.
-    told = as_data(error, "permanent" if permanent else "retriable")
+    told = error_from_exception(error, "permanent" if permanent else "retriable")
     try:
         delay_ms, run_at = retry_time(error)
     except OptionError as wrong:
@@ -385,14 +385,14 @@ async def _after(
     job: Job,
     ended: Returned | Raised | TimedOut,
     handler: Handler,
-    around: Surroundings,
+    around: AppHooks,
     arguments: Any,
     value: Any,
     seconds: float,
 ) -> Ended:
     """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
     nothing."""
-    settlement = decisions.verdict(job, ended, handler.terms.policy, random.Random(0))
+    settlement = decisions.verdict(job, ended, handler.config.policy, random.Random(0))
     if not isinstance(settlement, Complete | Fail):
         return ended
     error = None if isinstance(ended, Returned) else ended.error
@@ -413,7 +413,7 @@ async def _after(
     except asyncio.CancelledError:
         return ended  # The run was stopped during the hook. It has ended already.
     except (Exception, SystemExit) as wrong:
-        await around.trouble(wrong, f"after_execution of job {job.id!r:.80} in {handler.queue}")
+        await around.report_error(wrong, f"after_execution of job {job.id!r:.80} in {handler.queue}")
         return ended
 
 

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from holdfast._core.jobs import Extended, Facts, Lease
+from holdfast._core.jobs import Extended, LeaseRef, WorkerFacts
 from holdfast._core.retry_policy import fence_of, timeout_ms
 from holdfast._worker.executor import Run
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
@@ -34,39 +34,39 @@ _Beaten = tuple[Run, bytes | None]
 """A run, and the progress that goes with its lease."""
 
 
-class Beat:
+class Heartbeat:
     """Keeps leases alive. `held`, `facts` and `full` are asked on this thread, the others told on the worker's."""
 
     def __init__(
         self,
-        twin: Callable[[], Storage],
+        clone: Callable[[], Storage],
         *,
         worker: str,
         lease_ms: int,
-        gone_s: float,
+        kill_allowance_s: float,
         held: Callable[[], list[Run]],
-        facts: Callable[[], Facts],
+        facts: Callable[[], WorkerFacts],
         full: Callable[[], list[str]],
         lost: Callable[[Run], None],
         cancel: Callable[[Run], None],
         kill: Callable[[Run, float], None],
         evict: Callable[[], None],
-        trouble: Callable[[BaseException], None],
+        report_error: Callable[[BaseException], None],
         died: Callable[[BaseException], None],
         beaten: Callable[[], None],
     ) -> None:
-        self._twin = twin
+        self._twin = clone
         self._worker = worker
         self._lease_ms = lease_ms
         self._every_s = lease_ms / 4000
-        self._gone_s = gone_s
+        self._kill_allowance_s = kill_allowance_s
         """How much longer than its grace a run may take to be gone."""
         self._held = held
         self._facts = facts
         self._full = full
         self._lost, self._cancel, self._kill = lost, cancel, kill
         self._evict = evict
-        self._trouble = trouble
+        self._report_error = report_error
         self._died = died
         self._beaten = beaten
         self._beaten_at = float("-inf")
@@ -142,7 +142,7 @@ class Beat:
         """A beat, or part of it, did not get through. That is told once, until one does."""
         if not self._failing:
             self._failing = True
-            self._tell(self._trouble, error)
+            self._tell(self._report_error, error)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
@@ -198,7 +198,7 @@ class Beat:
             try:
                 told = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler says.
-                self._tell(self._trouble, error)
+                self._tell(self._report_error, error)
                 told = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
             for run, progress in beaten:
                 run.extended_at = sent_at
@@ -210,7 +210,7 @@ class Beat:
             for lease in told.cancel_asked:
                 self._tell(self._cancel, by_lease[lease.id, lease.fence])
 
-    async def _send(self, storage: Storage, queue: str, leases: list[Lease]) -> Extended:
+    async def _send(self, storage: Storage, queue: str, leases: list[LeaseRef]) -> Extended:
         return await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
 
     async def _announce(self, storage: Storage) -> None:
@@ -226,11 +226,11 @@ class Beat:
     def _extends(self, run: Run) -> bool:
         """A run that is long past its timeout is let go, even if the loop is blocked and cannot say so itself; one
         that must not be overlapped is held for as long as it lasts."""
-        policy = run.terms.policy
+        policy = run.config.policy
         limit_ms = timeout_ms(run.job, policy)
         if limit_ms is None or policy.exclusive or run.done or run.started_at is None:
             return True
-        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000 + self._gone_s
+        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000 + self._kill_allowance_s
         return asyncio.get_running_loop().time() < run.started_at + longest_s
 
     def _kill_the_unsure(self) -> None:
@@ -240,7 +240,7 @@ class Beat:
         for run in self._held():
             ends_at = run.extended_at + self._lease_ms / 1000
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
-            if run.terms.policy.dies_with_storage and next_chance_at >= ends_at:
+            if run.config.policy.dies_with_storage and next_chance_at >= ends_at:
                 self._tell(self._kill, run, max(now, ends_at - self._lease_ms / 20_000))
 
     def _tell(self, function: Callable[..., None], *args: object) -> None:
@@ -250,5 +250,5 @@ class Beat:
             pass  # The worker's loop has closed. Nobody is left to be told.
 
 
-def _lease(run: Run, progress: bytes | None) -> Lease:
-    return Lease(run.job.id, fence_of(run.job), progress)
+def _lease(run: Run, progress: bytes | None) -> LeaseRef:
+    return LeaseRef(run.job.id, fence_of(run.job), progress)

@@ -12,18 +12,18 @@ from holdfast._worker.handler import awaited
 
 log = logging.getLogger("holdfast.worker")
 
-Trouble = Callable[[BaseException, str], Awaitable[None]]
+ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
 
 
-class Teller:
+class HookDispatcher:
     """Calls hooks, one after the other."""
 
-    def __init__(self, hooks: Sequence[OnEvent], trouble: Trouble, *, on_threads: bool = False) -> None:
+    def __init__(self, hooks: Sequence[OnEvent], report_error: ErrorReporter, *, on_threads: bool = False) -> None:
         """`on_threads`: hooks that are not async are called on a thread, so that they do not hold up what else the loop
         does."""
         self._on_threads = on_threads
         self.hooks = list(hooks)
-        self._trouble = trouble
+        self._report_error = report_error
         self._lines: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
 
     def event(self, event: RunEvent) -> None:
@@ -31,7 +31,7 @@ class Teller:
         if self.hooks:
             self._lines.put_nowait(event)
 
-    def trouble(self, error: BaseException, where: str) -> None:
+    def report_error(self, error: BaseException, where: str) -> None:
         """Something went wrong that is no job's own failure."""
         self._lines.put_nowait((error, where))
 
@@ -39,7 +39,7 @@ class Teller:
         """Until `end`."""
         while (line := await self._lines.get()) is not None:
             if isinstance(line, tuple):
-                await self._trouble(*line)
+                await self._report_error(*line)
                 continue
             for hook in self.hooks:
                 try:
@@ -48,7 +48,7 @@ class Teller:
                     else:
                         await awaited(hook(line))
                 except (Exception, SystemExit) as error:
-                    await self._trouble(error, f"on_event, for {line.kind} of job {line.id!r:.80}")
+                    await self._report_error(error, f"on_event, for {line.kind} of job {line.id!r:.80}")
 
     async def end(self, running: asyncio.Task[None], within_s: float) -> None:
         """Tell what is left, and end `running`, which is `run`; a hook that does not end is given up."""

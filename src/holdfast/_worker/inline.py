@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from holdfast._core.capacity import Fleet
+from holdfast._core.capacity import Capacity
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, Terms
-from holdfast._worker.executor import Executor, Listener, Run, Why
-from holdfast._worker.handler import CurrentJob, Handler, Surroundings, interrupted, perform
+from holdfast._core.retry_policy import Ended, QueueConfig
+from holdfast._worker.executor import Executor, Listener, Run, StopReason
+from holdfast._worker.handler import AppHooks, CurrentJob, Handler, interrupted, perform
 
 CAPACITY = 1_000
 
@@ -30,7 +30,7 @@ class Runner(Generic[K]):
 
     def __init__(
         self,
-        around: Surroundings,
+        around: AppHooks,
         threads: int,
         *,
         ended: Callable[[K, Ended], None],
@@ -56,7 +56,7 @@ class Runner(Generic[K]):
         self._going[key] = (task, current)
         task.add_done_callback(partial(self._done, key))
 
-    def stop(self, key: K, why: Why) -> None:
+    def stop(self, key: K, why: StopReason) -> None:
         """Ask a run to end."""
         if key in self._going:
             task, current = self._going[key]
@@ -84,16 +84,16 @@ class Inline(Executor):
     name = "inline"
     room_capacity = CAPACITY
 
-    def __init__(self, handlers: Iterable[Handler], around: Surroundings) -> None:
+    def __init__(self, handlers: Iterable[Handler], around: AppHooks) -> None:
         super().__init__()
         self._handlers = {handler.queue: handler for handler in handlers}
         self.runner: Runner[Run] = Runner(around, CAPACITY, ended=self._finish, reported=self._progressed)
 
     @property
-    def terms(self) -> list[Terms]:
-        return [handler.terms for handler in self._handlers.values()]
+    def config(self) -> list[QueueConfig]:
+        return [handler.config for handler in self._handlers.values()]
 
-    async def open(self, fleet: Fleet, to: Listener) -> None:
+    async def open(self, fleet: Capacity, to: Listener) -> None:
         await super().open(fleet, to)
         for handler in self._handlers.values():
             handler.check()
@@ -109,7 +109,7 @@ class Inline(Executor):
         self._began(run, 0)
         self.runner.start(run, self._handlers[run.queue], run.job)
 
-    def _ask(self, run: Run, why: Why) -> None:
+    def _ask(self, run: Run, why: StopReason) -> None:
         self.runner.stop(run, why)
 
     def _past_its_grace(self, run: Run) -> None:

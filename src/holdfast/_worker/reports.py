@@ -9,13 +9,13 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from holdfast._core.capacity import Fleet
-from holdfast._core.events import Kind
-from holdfast._core.jobs import Complete, Facts, Fail, Release, Retry
+from holdfast._core.capacity import Capacity
+from holdfast._core.events import EventKind
+from holdfast._core.jobs import Complete, Fail, Release, RetrySettlement, WorkerFacts
 from holdfast._core.retry_policy import decode_error
 from holdfast._core.text import printable
 from holdfast._worker.executor import RunEvent
-from holdfast._worker.settler import Outcome
+from holdfast._worker.settler import PendingSettlement
 from holdfast.version import VERSION
 
 jobs_log = logging.getLogger("holdfast.jobs")
@@ -28,7 +28,7 @@ def default_worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def facts_of(executor: str, fleet: Fleet) -> Facts:
+def facts_of(executor: str, fleet: Capacity) -> WorkerFacts:
     """The record of a worker in this process."""
     return {
         "queues": _as_many_as_fit(fleet.queues),
@@ -52,7 +52,7 @@ def log_event(event: RunEvent, worker: str) -> None:
     """One line, without the payload."""
     said = "" if event.error is None else f": {printable(str(event.error))[:300]}"
     jobs_log.log(
-        logging.WARNING if event.kind in (Kind.FAILED, Kind.STALLED, Kind.TIMED_OUT) else logging.INFO,
+        logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
         "%s %s of %s, attempt %d, %.3f s%s",
         *(event.kind, printable(event.id), event.queue, event.attempt, event.seconds, said),
         extra={
@@ -69,16 +69,16 @@ def log_event(event: RunEvent, worker: str) -> None:
     )
 
 
-def event_of(queue: str, outcome: Outcome, seconds: float) -> RunEvent:
-    kind = Kind.RELEASED
+def event_of(queue: str, outcome: PendingSettlement, seconds: float) -> RunEvent:
+    kind = EventKind.RELEASED
     error: bytes | None = None
     match outcome.settlement:
         case Complete():
-            kind = Kind.COMPLETED
+            kind = EventKind.COMPLETED
         case Fail(error=error):
-            kind = Kind.FAILED
-        case Retry(error=error, counts=counts):
-            kind = {"retries": Kind.RETRIED, "stalls": Kind.STALLED, "timeouts": Kind.TIMED_OUT}[counts]
+            kind = EventKind.FAILED
+        case RetrySettlement(error=error, counts=counts):
+            kind = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}[counts]
         case Release():
             pass
     return RunEvent(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, Retry, Settled, Settlement
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, SettleResult
 from holdfast._core.retry_policy import Policy, smaller
 from holdfast._worker.executor import Run
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
@@ -27,7 +27,7 @@ GIVE_UP_S = 5.0
 log = logging.getLogger("holdfast.worker")
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class PendingSettlement(msgspec.Struct, frozen=True):
     """A job, how it is to be settled, and the run that gave it; None if it was not even started."""
 
     job: Job
@@ -35,7 +35,7 @@ class Outcome(msgspec.Struct, frozen=True):
     run: Run | None = None
 
 
-class Drain:
+class Settler:
     """Settles outcomes for one worker. `settled` gets a queue's outcomes with their replies; no replies means that
     nobody knows: the leases expire."""
 
@@ -44,17 +44,17 @@ class Drain:
         storage: Storage,
         worker: str,
         policies: Mapping[str, Policy],
-        trouble: Callable[[Exception, str], None],
-        settled: Callable[[str, Sequence[tuple[Outcome, Settled | None]]], None],
+        report_error: Callable[[Exception, str], None],
+        settled: Callable[[str, Sequence[tuple[PendingSettlement, SettleResult | None]]], None],
         idle: Callable[[], None],
     ) -> None:
         self._storage = storage
         self._worker = worker
         self._policies = policies
-        self._trouble = trouble
+        self._report_error = report_error
         self._settled = settled
         self._idle = idle
-        self._waiting: dict[str, list[Outcome]] = {}
+        self._waiting: dict[str, list[PendingSettlement]] = {}
         self._settling: set[str] = set()
         """Queues that are being seen to: one call at a time each, and none waits for another."""
         self._tasks: asyncio.TaskGroup | None = None
@@ -73,7 +73,7 @@ class Drain:
             self._one_settled.clear()
             await self._one_settled.wait()
 
-    def put(self, queue: str, outcome: Outcome) -> None:
+    def put(self, queue: str, outcome: PendingSettlement) -> None:
         self._waiting.setdefault(queue, []).append(outcome)
         self._start(queue)
 
@@ -108,7 +108,7 @@ class Drain:
         self._one_settled.set()
         self._idle()
 
-    async def _settle(self, queue: str, outcomes: list[Outcome]) -> None:
+    async def _settle(self, queue: str, outcomes: list[PendingSettlement]) -> None:
         for batch in batches(outcomes, _size):
             try:
                 replies = await self._send(queue, [outcome.settlement for outcome in batch])
@@ -120,7 +120,7 @@ class Drain:
             else:
                 self._settled(queue, list(zip(batch, replies, strict=True)))
 
-    async def _settle_alone(self, queue: str, outcome: Outcome) -> None:
+    async def _settle_alone(self, queue: str, outcome: PendingSettlement) -> None:
         """Something in a batch was refused: a result that is too large, most likely. That job fails, it would not do
         better a second time; an error that is too large is cut."""
         attempts = [outcome.settlement]
@@ -131,7 +131,7 @@ class Drain:
             try:
                 (reply,) = await self._send(queue, [attempts[at]])
             except (PayloadRejected, OptionError) as error:
-                self._trouble(error, f"what became of job {outcome.job.id!r:.80} in {queue} was refused")
+                self._report_error(error, f"what became of job {outcome.job.id!r:.80} in {queue} was refused")
                 if at == 0:
                     attempts += smaller(outcome.job, outcome.settlement, self._policies[queue], str(error))
             except Exception as error:
@@ -141,11 +141,11 @@ class Drain:
                 self._settled(queue, [(msgspec.structs.replace(outcome, settlement=attempts[at]), reply)])
                 return
 
-    def _let_go(self, queue: str, outcomes: Sequence[Outcome], error: Exception) -> None:
+    def _let_go(self, queue: str, outcomes: Sequence[PendingSettlement], error: Exception) -> None:
         self._settled(queue, [(outcome, None) for outcome in outcomes])
-        self._trouble(error, f"worker {self._worker} could not settle jobs of {queue}: they run again")
+        self._report_error(error, f"worker {self._worker} could not settle jobs of {queue}: they run again")
 
-    async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[Settled]:
+    async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[SettleResult]:
         """Settle, and try again for as long as the storage cannot be reached; not for ever once the end has come."""
         pause = TRY_AGAIN_S[0]
         while True:
@@ -155,7 +155,7 @@ class Drain:
             except TimeoutError:
                 raise StorageUnavailable("it could not be reached in time") from None
             except (StorageUnavailable, StorageFull) as error:
-                self._trouble(error, f"worker {self._worker} could not settle jobs of {queue}")
+                self._report_error(error, f"worker {self._worker} could not settle jobs of {queue}")
             try:
                 async with asyncio.timeout(pause):
                     await self._ending.wait()
@@ -164,14 +164,14 @@ class Drain:
                 pause = min(2 * pause, TRY_AGAIN_S[1])
 
 
-def _size(outcome: Outcome) -> int:
+def _size(outcome: PendingSettlement) -> int:
     """Bytes that a settlement carries."""
     match outcome.settlement:
         case Complete(result=result):
             return len(result or b"")
         case Fail(error=error, follow_up=follow_up):
             return len(error) + len((follow_up.payload if follow_up else None) or b"")
-        case Retry(error=error):
+        case RetrySettlement(error=error):
             return len(error or b"")
         case Release():
             return 0

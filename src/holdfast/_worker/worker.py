@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Self
 
-from holdfast._core.capacity import Fleet, Served
-from holdfast._core.events import LOOK_EVERY_S, Kind
-from holdfast._core.failure import as_data
-from holdfast._core.jobs import Complete, Facts, Job, Release, Settled
-from holdfast._core.retry_policy import Ended, Policy, Raised, Stopped, Terms, TimedOut, admit, fence_of, verdict
-from holdfast._worker.claimer import Feed
+from holdfast._core.capacity import Capacity, QueueLoad
+from holdfast._core.events import POLL_INTERVAL_S, EventKind
+from holdfast._core.failure import error_from_exception
+from holdfast._core.jobs import Complete, Job, Release, SettleResult, WorkerFacts
+from holdfast._core.retry_policy import Ended, Policy, QueueConfig, Raised, Stopped, TimedOut, admit, fence_of, verdict
+from holdfast._worker.claimer import Claimer
 from holdfast._worker.executor import Executor, Listener, OnEvent, Run, RunEvent
 from holdfast._worker.handler import timed_out
-from holdfast._worker.heartbeat import Beat
-from holdfast._worker.hooks import Teller, Trouble
+from holdfast._worker.heartbeat import Heartbeat
+from holdfast._worker.hooks import ErrorReporter, HookDispatcher
 from holdfast._worker.reports import event_of, facts_of, jobs_log, log_event
-from holdfast._worker.settler import GIVE_UP_S, Drain, Outcome
+from holdfast._worker.settler import GIVE_UP_S, PendingSettlement, Settler
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
 from holdfast.storage.validation import FAILED_SUFFIX
@@ -49,7 +49,7 @@ class Worker:
         storage: Callable[[], AbstractAsyncContextManager[Storage]],
         *,
         queues: Sequence[str] | None,
-        trouble: Trouble,
+        report_error: ErrorReporter,
         on_event: Sequence[OnEvent] = (),
         name: str,
         lease_ms: int = 10_000,
@@ -66,25 +66,25 @@ class Worker:
         self._grace_s = grace_s
         self._burst = burst
         self._beats = beats
-        self._teller = Teller(on_event, trouble)
+        self._teller = HookDispatcher(on_event, report_error)
         self._rng = random.Random()
-        self._terms: dict[str, Terms] = {}
+        self._configs: dict[str, QueueConfig] = {}
         """What can be served, by queue."""
         self._policies: dict[str, Policy] = {}
-        self._fleet = Fleet(executor.room_capacity, most=concurrency, rooms=())
-        self._feed: Feed | None = None
+        self._fleet = Capacity(executor.room_capacity, most=concurrency, rooms=())
+        self._feed: Claimer | None = None
         self._runs: dict[tuple[str, str, int], Run] = {}
         """What we hold: claimed, and not yet settled."""
         self._ended_one = asyncio.Event()
         self._broken: asyncio.Future[None]
         self._stop_asked = asyncio.Event()
         self._quick = asyncio.Event()
-        self._beat: Beat | None = None
+        self._beat: Heartbeat | None = None
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
         self._entered = False
-        if executor.terms:
-            self.adopt()
+        if executor.config:
+            self.reload_tasks()
 
     @property
     def started(self) -> bool:
@@ -119,10 +119,10 @@ class Worker:
         self._main = asyncio.create_task(self._serve(feed), name=f"holdfast worker {self.name}")
         return self
 
-    def _connect(self) -> Feed:
+    def _connect(self) -> Claimer:
         """Put the parts together, now that it is known what can be run."""
         self._teller.hooks += self._executor.hooks
-        self._feed = feed = Feed(
+        self._feed = feed = Claimer(
             self._storage,
             self._fleet,
             worker=self.name,
@@ -131,12 +131,12 @@ class Worker:
             begin=self._begin,
             busy=lambda: bool(self._runs or self._drain.busy or self._executor.runs),
             is_heard=lambda: self._beat is None or self._beat.is_heard,
-            trouble=self._teller.trouble,
+            report_error=self._teller.report_error,
         )
-        self._drain = Drain(
-            self._storage, self.name, self._policies, self._teller.trouble, self._settled, self._drained
+        self._drain = Settler(
+            self._storage, self.name, self._policies, self._teller.report_error, self._settled, self._drained
         )
-        self.adopt()
+        self.reload_tasks()
         return feed
 
     async def __aexit__(self, *exc: object) -> None:
@@ -166,7 +166,7 @@ class Worker:
         if self._feed is not None:
             self._feed.stop()
 
-    async def _serve(self, feed: Feed) -> None:
+    async def _serve(self, feed: Claimer) -> None:
         """Everything that goes on in this worker. Feed and drain end by themselves, so that nothing that was claimed or
         has ended is left lying."""
         log.info("worker %s serves %s", self.name, ", ".join(self.queues))
@@ -199,26 +199,26 @@ class Worker:
 
     # Queues
 
-    def adopt(self) -> None:
+    def reload_tasks(self) -> None:
         """Serve what the executor runs now, on its terms: at the start, and after code was loaded anew. What it cannot
         run any more is left, even if nothing remains."""
-        before, self._terms = self._terms, {terms.queue: terms for terms in self._executor.terms}
-        for queue in set(self.queues) - set(self._terms):
+        before, self._configs = self._configs, {config.queue: config for config in self._executor.config}
+        for queue in set(self.queues) - set(self._configs):
             self._fleet.leave(queue)
-        chosen = choose(self._terms, self._patterns)
+        chosen = choose(self._configs, self._patterns)
         for queue in set(before) & set(self.queues) - set(chosen):
             self._fleet.leave(queue)
         self._serve_these(queue for queue in chosen if queue not in before or self._fleet.serves(queue))
 
     def serve(self, queues: str | Iterable[str]) -> list[str]:
         """Begin to serve these queues as well, by name or pattern. What is served then."""
-        self._serve_these(choose(self._terms, queues))
+        self._serve_these(choose(self._configs, queues))
         return self.queues
 
     async def stop_serving(self, queues: str | Iterable[str], *, grace: float | None = None) -> None:
         """Claim nothing more from these queues. Their runs may finish within `grace` seconds, the worker's own unless
         given; the rest is stopped and goes back uncounted. Returns when they are over."""
-        names = set(choose(self._terms, queues))
+        names = set(choose(self._configs, queues))
         for queue in names:
             self._fleet.leave(queue)
         runs = [run for run in self._executor.runs if run.queue in names]
@@ -227,9 +227,9 @@ class Worker:
 
     def _serve_these(self, queues: Iterable[str]) -> None:
         for queue in queues:
-            terms = self._terms[queue]
-            self._policies[queue] = terms.policy
-            self._fleet.serve(Served(queue, terms.size, terms.concurrency, terms.queue_priority))
+            config = self._configs[queue]
+            self._policies[queue] = config.policy
+            self._fleet.serve(QueueLoad(queue, config.size, config.concurrency, config.queue_priority))
             self._fleet.wake(queue)
         if self._feed is not None:
             self._feed.hear(self._fleet.queues)
@@ -238,32 +238,32 @@ class Worker:
 
     def _begin(self, queue: str, jobs: Sequence[Job], sent_at: float) -> None:
         """Jobs were claimed, by a call that was sent then. As far as we know, their leases are as old as that."""
-        terms = self._terms.get(queue)
+        config = self._configs.get(queue)
         age_s = asyncio.get_running_loop().time() - sent_at
         is_over = age_s >= self._lease_ms / 1000  # The answer was so long on its way that another may have the jobs.
-        if terms is None or is_over or self._stop_asked.is_set() or not self._fleet.serves(queue):
+        if config is None or is_over or self._stop_asked.is_set() or not self._fleet.serves(queue):
             for job in jobs:
-                self._drain.put(queue, Outcome(job, Release(job.id, fence_of(job))))
+                self._drain.put(queue, PendingSettlement(job, Release(job.id, fence_of(job))))
             return
         for job in jobs:
-            self._start(terms, job, sent_at)
+            self._start(config, job, sent_at)
         if age_s > self._lease_ms / 4000:
             self._beat_soon()
 
-    def _start(self, terms: Terms, job: Job, sent_at: float) -> None:
-        if terms.policy.exclusive and self._still_runs(terms.queue, job):
-            self._fleet.rest(terms.queue, asyncio.get_running_loop().time() + LOOK_EVERY_S)
-            self._drain.put(terms.queue, Outcome(job, Release(job.id, fence_of(job))))
+    def _start(self, config: QueueConfig, job: Job, sent_at: float) -> None:
+        if config.policy.exclusive and self._still_runs(config.queue, job):
+            self._fleet.rest(config.queue, asyncio.get_running_loop().time() + POLL_INTERVAL_S)
+            self._drain.put(config.queue, PendingSettlement(job, Release(job.id, fence_of(job))))
             return
-        refused = admit(job, terms.policy)
+        refused = admit(job, config.policy)
         if refused is not None:
-            self._drain.put(terms.queue, Outcome(job, refused))
+            self._drain.put(config.queue, PendingSettlement(job, refused))
             return
-        run = Run(terms, job, sent_at)
+        run = Run(config, job, sent_at)
         self._runs[run.key] = run
         self._executor.start(run)
         if self._teller.hooks:
-            self._teller.event(RunEvent(kind=Kind.CLAIMED, queue=terms.queue, id=job.id, attempt=job.attempts))
+            self._teller.event(RunEvent(kind=EventKind.CLAIMED, queue=config.queue, id=job.id, attempt=job.attempts))
 
     def _still_runs(self, queue: str, job: Job) -> bool:
         """Does an earlier run of the same job go on here, whose lease was lost? It must not overlap with the next."""
@@ -279,7 +279,7 @@ class Worker:
         """A run that was stopped does not end, and cannot be killed here. Its job goes on elsewhere, unless it must not
         overlap with itself: then it is held for as long as it lasts."""
         why = run.stopping
-        held = run.terms.policy.exclusive or why in ("cancel", "lease_lost")
+        held = run.config.policy.exclusive or why in ("cancel", "lease_lost")
         log.warning(
             "job %r of %s does not stop (%s): %s",
             *(run.job.id, run.queue, why),
@@ -290,12 +290,12 @@ class Worker:
 
     def _judge(self, run: Run, ended: Ended) -> None:
         run.held = False
-        policy = run.terms.policy
+        policy = run.config.policy
         try:
             settlement = verdict(run.job, ended, policy, self._rng)
         except Exception as error:
-            settlement = verdict(run.job, Raised(as_data(error, "permanent")), policy, self._rng)
-        self._drain.put(run.queue, Outcome(run.job, settlement, run))
+            settlement = verdict(run.job, Raised(error_from_exception(error, "permanent")), policy, self._rng)
+        self._drain.put(run.queue, PendingSettlement(run.job, settlement, run))
 
     def _beat_soon(self) -> None:
         if self._beat is not None:
@@ -310,8 +310,8 @@ class Worker:
         await self._over_within(runs, grace_s)
         for run in runs:
             self._executor.stop(run, "shutdown")
-        longest_s = max((run.terms.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
-        await self._over_within(runs, longest_s + self._executor.gone_s + 0.1)
+        longest_s = max((run.config.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
+        await self._over_within(runs, longest_s + self._executor.kill_allowance_s + 0.1)
         if self._quick.is_set():
             kill_at = asyncio.get_running_loop().time() + QUICK_S
             for run in runs:
@@ -320,7 +320,7 @@ class Worker:
         for run in runs:
             if run.done or not run.held:
                 continue
-            if run.terms.policy.exclusive:
+            if run.config.policy.exclusive:
                 log.error("job %r of %s still runs: its lease will expire", run.job.id, run.queue)
             else:
                 self._judge(run, Stopped("shutdown"))
@@ -339,12 +339,12 @@ class Worker:
 
     # Beat
 
-    def _make_beat(self) -> Beat:
-        self._beat = Beat(
-            self._storage.twin,
+    def _make_beat(self) -> Heartbeat:
+        self._beat = Heartbeat(
+            self._storage.clone,
             worker=self.name,
             lease_ms=self._lease_ms,
-            gone_s=self._executor.gone_s,
+            kill_allowance_s=self._executor.kill_allowance_s,
             held=lambda: list(self._runs.values()),
             facts=self._facts,
             full=self._fleet.full,
@@ -352,7 +352,7 @@ class Worker:
             cancel=lambda run: self._executor.stop(run, "cancel"),
             kill=lambda run, by: self._executor.stop(run, "lease_lost", kill_at=by),
             evict=self._evicted,
-            trouble=self._beat_trouble,
+            report_error=self._beat_trouble,
             died=self._beat_died,
             beaten=self._changed,
         )
@@ -366,12 +366,12 @@ class Worker:
         run.held = False
         del self._runs[run.key]
         kill_at = None
-        if run.terms.policy.exclusive:  # Another may run already: every moment counts, whatever it was stopped for.
-            grace_s = 0.0 if run.overdue else run.terms.policy.cancel_grace_ms / 1000
+        if run.config.policy.exclusive:  # Another may run already: every moment counts, whatever it was stopped for.
+            grace_s = 0.0 if run.overdue else run.config.policy.cancel_grace_ms / 1000
             kill_at = asyncio.get_running_loop().time() + grace_s
         self._executor.stop(run, "lease_lost", kill_at=kill_at)
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> WorkerFacts:
         return facts_of(self._executor.name, self._fleet)
 
     def _evicted(self) -> None:
@@ -380,7 +380,7 @@ class Worker:
             self.stop()
 
     def _beat_trouble(self, error: BaseException) -> None:
-        self._teller.trouble(error, f"worker {self.name} could not say that it is alive")
+        self._teller.report_error(error, f"worker {self.name} could not say that it is alive")
 
     def _beat_died(self, error: BaseException) -> None:
         if not self._broken.done():
@@ -399,7 +399,7 @@ class Worker:
 
     # What became of it
 
-    def _settled(self, queue: str, outcomes: Sequence[tuple[Outcome, Settled | None]]) -> None:
+    def _settled(self, queue: str, outcomes: Sequence[tuple[PendingSettlement, SettleResult | None]]) -> None:
         """Let the leases go."""
         now = asyncio.get_running_loop().time()
         told = bool(self._teller.hooks) or jobs_log.isEnabledFor(logging.INFO)
@@ -408,9 +408,9 @@ class Worker:
             run = outcome.run
             if run is not None:
                 self._runs.pop(run.key, None)
-            if reply is Settled.LOST:
+            if reply is SettleResult.LOST:
                 log.warning("job %r of %s is another's: what this run gave is refused", outcome.job.id, queue)
-            elif reply is Settled.OK and (told or not isinstance(outcome.settlement, usual)):
+            elif reply is SettleResult.OK and (told or not isinstance(outcome.settlement, usual)):
                 started_at = None if run is None else run.started_at
                 event = event_of(queue, outcome, 0.0 if started_at is None else now - started_at)
                 self._teller.event(event)

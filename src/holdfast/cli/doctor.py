@@ -9,7 +9,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._core.clock import SystemClock
-from holdfast._core.jobs import About, Snapshot
+from holdfast._core.jobs import Snapshot, StorageInfo
 from holdfast._worker.app_loader import load
 from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
 
@@ -49,7 +49,7 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
         end(NO)
 
 
-def _show(about: About, latency_ms: float, skew_s: float, snapshot: Snapshot, warnings: list[str]) -> None:
+def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapshot, warnings: list[str]) -> None:
     say(about.name)
     say(f"  keeps      {about.keeps}")
     for name, value in about.facts.items():
@@ -77,7 +77,7 @@ def _tasks(target: str | None) -> set[str] | None:
     if target is None:
         return None
     look_here()
-    return {handler.queue for handler in load(target, Holdfast).inside().handlers}
+    return {handler.queue for handler in load(target, Holdfast).parts().handlers}
 
 
 def _lonely(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:

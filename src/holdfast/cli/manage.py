@@ -9,7 +9,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
-from holdfast._core.jobs import Cancelled, Placed, Problem, State
+from holdfast._core.jobs import CancelResult, Placed, Problem, State
 from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
 from holdfast.cli.inspect import STATES
 from holdfast.errors import JobNotFound
@@ -27,7 +27,7 @@ async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
     replies = [await app.queue(queue).cancel(id) for id in ids]
     for id, reply in zip(ids, replies, strict=True):
         say(f"{reply} {id}")
-    if not any(reply in (Cancelled.CANCELLED, Cancelled.ASKED) for reply in replies):
+    if not any(reply in (CancelResult.CANCELLED, CancelResult.ASKED) for reply in replies):
         end(NO)
 
 

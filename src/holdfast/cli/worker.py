@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import click
 
 from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, Address
+from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, StorageAddress
 from holdfast._worker.app_loader import load, split
 from holdfast._worker.logs import FORMATS, Logs, set_up
 from holdfast._worker.processes.pool import Pool
@@ -165,7 +165,7 @@ def worker(
             pool,
             lambda: _storage_of(pool),
             queues=patterns,
-            trouble=pool.trouble,
+            report_error=pool.report_error,
             name=name,
             lease_ms=round(1000 * lease),
             grace_s=grace,
@@ -188,7 +188,7 @@ def _lend_settings() -> None:
 async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
     """The storage that the app says it has: this process imports nothing of the user's."""
     said = pool.hello
-    Address(said.url, said.namespace, said.max_payload).check_shared()
+    StorageAddress(said.url, said.namespace, said.max_payload).check_shared()
     assert said.url is not None
     async with connect(said.url, namespace=said.namespace, max_payload=said.max_payload) as storage:
         yield storage
@@ -233,7 +233,7 @@ async def _reload_when_told(made: Worker, pool: Pool, anew: asyncio.Event) -> No
         log.info("SIGHUP: the code is loaded anew")
         if await pool.reload():
             try:
-                made.adopt()
+                made.reload_tasks()
             except HoldfastError as error:
                 log.error("the new code has nothing for this worker: %s", error)
             log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues) or "nothing")

@@ -16,32 +16,32 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from holdfast._core.clock import Clock
 from holdfast._core.events import Events, Topic
 from holdfast._core.jobs import (
-    About,
-    Cancelled,
+    CancelResult,
     Claim,
     Complete,
     Enqueued,
     Extended,
-    Facts,
     Fail,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Release,
     Repaired,
     Request,
-    Retry,
-    Settled,
+    RetrySettlement,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
+    StorageInfo,
     Swept,
+    WorkerCommands,
+    WorkerFacts,
 )
 from holdfast.errors import OptionError
 
-__all__ = ["Complete", "Fail", "Release", "Retry", "Settlement", "Storage", "audit", "connect"]
+__all__ = ["Complete", "Fail", "Release", "RetrySettlement", "Settlement", "Storage", "audit", "connect"]
 
 DEFAULT_URL = "sqlite:///holdfast.db"
 
@@ -53,7 +53,7 @@ class Storage(Protocol):
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *exc: object) -> None: ...
 
-    def twin(self) -> Storage:
+    def clone(self) -> Storage:
         """Another way to the same jobs, with the same settings, not yet open: for another thread with an event loop of
         its own. Each of the two is opened and closed for itself."""
         ...
@@ -85,15 +85,15 @@ class Storage(Protocol):
         nothing, and costs one call for any number of queues (in a cluster, one each)."""
         ...
 
-    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
+    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
         """End leases. Only this worker's current fence settles; anything else is LOST and changes nothing."""
         ...
 
-    async def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
+    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
         """Say that the holder of these leases is alive: they last `lease_ms` from now."""
         ...
 
-    async def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    async def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         """Stop jobs: waiting ones at once, running ones by asking their worker."""
         ...
 
@@ -101,7 +101,7 @@ class Storage(Protocol):
         """Read records."""
         ...
 
-    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[Kept]:
+    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[KeepResult]:
         """Change how long outcomes are remembered; a live job's, when it ends. `at_least` never shortens."""
         ...
 
@@ -131,7 +131,7 @@ class Storage(Protocol):
         `drop` then forgets an empty queue itself."""
         ...
 
-    async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
+    async def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
         """Say that a worker is there and what it is; `facts["queues"]` lists what it serves. Its orders come back."""
         ...
 
@@ -139,7 +139,7 @@ class Storage(Protocol):
         """Ask a worker to stop. False if no such worker is there."""
         ...
 
-    async def about(self) -> About:
+    async def about(self) -> StorageInfo:
         """What it is, and what it keeps: for whoever looks after it."""
         ...
 

@@ -12,28 +12,28 @@ from typing import Self
 
 from holdfast._core.events import Events, Topic
 from holdfast._core.jobs import (
-    About,
-    Cancelled,
+    CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Facts,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Repaired,
     Request,
-    Settled,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
+    StorageInfo,
     Swept,
+    WorkerCommands,
+    WorkerFacts,
 )
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.subscriptions import Hub, Subscription
+from holdfast.storage.subscriptions import EventBus, Subscription
 
 
 class CheckedStorage(ABC):
@@ -41,7 +41,7 @@ class CheckedStorage(ABC):
 
     def __init__(self, max_payload: int = validation.MAX_PAYLOAD_BYTES) -> None:
         self._max_payload = validation.check_max_payload(max_payload)
-        self._hub = Hub()
+        self._hub = EventBus()
         self._pid: int | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,17 +75,17 @@ class CheckedStorage(ABC):
         validation.check_queues(queues)
         return await self._ready(queues) if queues else []
 
-    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
+    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
         validation.check_settlements(queue, batch, self._max_payload)
         validation.check_worker(worker)
         return await self._settle(queue, batch, worker) if batch else []
 
-    async def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
+    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
         validation.check_leases(queue, leases, self._max_payload)
         validation.check_lease(worker, lease_ms)
         return await self._extend(queue, leases, worker, lease_ms) if leases else Extended([], [])
 
-    async def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    async def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         validation.check_ids(queue, ids)
         return await self._cancel(queue, ids) if ids else []
 
@@ -93,7 +93,7 @@ class CheckedStorage(ABC):
         validation.check_ids(queue, ids)
         return await self._get(queue, ids) if ids else []
 
-    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[Kept]:
+    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[KeepResult]:
         validation.check_ids(queue, ids)
         validation.check_length("ttl_ms", ttl_ms)
         return await self._keep(queue, ids, ttl_ms, at_least) if ids else []
@@ -129,7 +129,7 @@ class CheckedStorage(ABC):
         validation.check_states(states)
         return await self._purge(queue, {State(state) for state in states}, limit, drop)
 
-    async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
+    async def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
         validation.check_lease(worker, ttl_ms)
         validation.check_facts(facts)
         return await self._announce(worker, facts, ttl_ms)
@@ -146,7 +146,7 @@ class CheckedStorage(ABC):
         return Subscription(self._hub, topics)
 
     @abstractmethod
-    def twin(self) -> CheckedStorage: ...
+    def clone(self) -> CheckedStorage: ...
     @abstractmethod
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]: ...
     @abstractmethod
@@ -156,19 +156,19 @@ class CheckedStorage(ABC):
     @abstractmethod
     async def _ready(self, queues: Sequence[str]) -> list[str]: ...
     @abstractmethod
-    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]: ...
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]: ...
     @abstractmethod
-    async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended: ...
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended: ...
     @abstractmethod
-    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]: ...
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]: ...
     @abstractmethod
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]: ...
     @abstractmethod
-    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[Kept]: ...
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]: ...
     @abstractmethod
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page: ...
     @abstractmethod
-    async def about(self) -> About: ...
+    async def about(self) -> StorageInfo: ...
     @abstractmethod
     async def snapshot(self) -> Snapshot: ...
     @abstractmethod
@@ -178,7 +178,7 @@ class CheckedStorage(ABC):
     @abstractmethod
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int: ...
     @abstractmethod
-    async def _announce(self, worker: str, facts: Facts, ttl_ms: int) -> Orders: ...
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands: ...
     @abstractmethod
     async def _evict(self, worker: str) -> bool: ...
     @abstractmethod

@@ -9,24 +9,24 @@ from typing import Self
 
 from holdfast._core.events import Events, Topic
 from holdfast._core.jobs import (
-    About,
-    Cancelled,
+    CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Facts,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Repaired,
     Request,
-    Settled,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
+    StorageInfo,
     Swept,
+    WorkerCommands,
+    WorkerFacts,
 )
 from holdfast.storage import Storage
 
@@ -59,8 +59,8 @@ class DeferredStorage:
                     self._opened = True
         return self._storage
 
-    def twin(self) -> Storage:
-        return self._storage.twin()
+    def clone(self) -> Storage:
+        return self._storage.clone()
 
     async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
         return await (await self._open()).enqueue(queue, jobs)
@@ -74,19 +74,19 @@ class DeferredStorage:
     async def ready(self, queues: Sequence[str]) -> list[str]:
         return await (await self._open()).ready(queues)
 
-    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
+    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
         return await (await self._open()).settle(queue, batch, worker=worker)
 
-    async def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
+    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
         return await (await self._open()).extend(queue, leases, worker=worker, lease_ms=lease_ms)
 
-    async def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    async def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         return await (await self._open()).cancel(queue, ids)
 
     async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await (await self._open()).get(queue, ids)
 
-    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[Kept]:
+    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[KeepResult]:
         return await (await self._open()).keep(queue, ids, ttl_ms, at_least=at_least)
 
     @asynccontextmanager
@@ -109,13 +109,13 @@ class DeferredStorage:
     async def purge(self, queue: str, states: Collection[State], limit: int = 100, *, drop: bool = False) -> int:
         return await (await self._open()).purge(queue, states, limit, drop=drop)
 
-    async def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
+    async def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
         return await (await self._open()).announce(worker, facts, ttl_ms=ttl_ms)
 
     async def evict(self, worker: str) -> bool:
         return await (await self._open()).evict(worker)
 
-    async def about(self) -> About:
+    async def about(self) -> StorageInfo:
         return await (await self._open()).about()
 
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from holdfast._core.events import Event, Events, Kind, Topic
+from holdfast._core.events import Event, EventKind, Events, Topic
 
 MAX_PENDING = 10_000
 """Hints that one listener may have before it; the oldest are dropped first."""
 
-Key = TypeVar("Key")
+TopicKey = TypeVar("TopicKey")
 
 Route = Callable[[Topic], bool]
 """Which topics a message is for: where several ways lead to a listener, it should hear nothing twice."""
@@ -29,7 +29,7 @@ def everyone(topic: Topic) -> bool:
 class Subscription:
     """One listener. Iterate it for events, or have them told; it never ends by itself."""
 
-    def __init__(self, hub: Hub, topics: Sequence[Topic]) -> None:
+    def __init__(self, hub: EventBus, topics: Sequence[Topic]) -> None:
         self.topics = topics
         self._hub = hub
         self._pending: deque[Event] = deque(maxlen=MAX_PENDING)
@@ -93,7 +93,7 @@ def _release(arrival: asyncio.Future[None]) -> None:
         arrival.set_result(None)
 
 
-class Hub:
+class EventBus:
     """All the listeners of one storage in this process, by what they listen to: many wait, each for one job."""
 
     def __init__(self) -> None:
@@ -139,12 +139,12 @@ class Hub:
             everywhere = (*self._to_queues.values(), *self._to_jobs.values())
             listeners = {subscription for those in everywhere for subscription in those}
         for subscription in listeners:
-            kinds = (Kind.UPDATED, Kind.CANCELLED)
+            kinds = (EventKind.UPDATED, EventKind.CANCELLED)
             events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
             _call(subscription, events, everyone)
 
 
-def _leave(listeners: dict[Key, dict[Subscription, None]], key: Key, subscription: Subscription) -> None:
+def _leave(listeners: dict[TopicKey, dict[Subscription, None]], key: TopicKey, subscription: Subscription) -> None:
     those = listeners.get(key, {})
     those.pop(subscription, None)
     if not those:

@@ -13,7 +13,19 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import MAX_MS, Complete, Facts, Fail, Lease, Request, Retry, Settlement, State, Value, Work
+from holdfast._core.jobs import (
+    MAX_MS,
+    Complete,
+    Fail,
+    LeaseRef,
+    Request,
+    RetrySettlement,
+    Settlement,
+    State,
+    Value,
+    Work,
+    WorkerFacts,
+)
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_ITEMS = 250
@@ -43,9 +55,9 @@ Item = TypeVar("Item")
 _encode = msgspec.msgpack.Encoder().encode
 _read_requests = msgspec.msgpack.Decoder(list[Request]).decode
 _read_settlements = msgspec.msgpack.Decoder(list[Settlement]).decode
-_read_leases = msgspec.msgpack.Decoder(list[Lease]).decode
+_read_leases = msgspec.msgpack.Decoder(list[LeaseRef]).decode
 _read_topics = msgspec.msgpack.Decoder(list[Topic]).decode
-_read_facts = msgspec.msgpack.Decoder(Facts).decode
+_read_facts = msgspec.msgpack.Decoder(WorkerFacts).decode
 _WRONG = (msgspec.DecodeError, UnicodeError, TypeError, OverflowError, RecursionError)
 """What packing and reading back may raise."""
 
@@ -149,7 +161,7 @@ def check_worker(worker: str) -> None:
         raise OptionError(f"a worker's name must be 1 to 200 printable characters, not {worker!r:.80}")
 
 
-def check_facts(facts: Facts) -> None:
+def check_facts(facts: WorkerFacts) -> None:
     try:
         packed = _encode(facts)
         _read_facts(packed)
@@ -212,7 +224,7 @@ def check_settlements(queue: str, batch: Sequence[Settlement], max_bytes: int) -
                 total += _check_size("error", item.error, max_bytes, item.id)
                 if item.follow_up is not None:
                     total += _check_follow_up(queue, item.id, item.follow_up, max_bytes)
-            case Retry():
+            case RetrySettlement():
                 total += _check_size("error", item.error, max_bytes, item.id)
                 if item.run_at is not None and item.delay_ms:
                     raise OptionError(f"the retry of job {item.id!r:.80} has both delay_ms and run_at: give one")
@@ -221,9 +233,9 @@ def check_settlements(queue: str, batch: Sequence[Settlement], max_bytes: int) -
     _check_total(total, len(batch))
 
 
-def check_leases(queue: str, leases: Sequence[Lease], max_bytes: int) -> None:
+def check_leases(queue: str, leases: Sequence[LeaseRef], max_bytes: int) -> None:
     check_queue(queue)
-    _check_values("lease", leases, Lease, _read_leases)
+    _check_values("lease", leases, LeaseRef, _read_leases)
     extra = _extra(queue)
     total = 0
     for lease in leases:

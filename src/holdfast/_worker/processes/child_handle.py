@@ -13,16 +13,16 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, TimedOut
-from holdfast._worker.executor import Run, Why
+from holdfast._worker.executor import Run, StopReason
 from holdfast._worker.handler import timed_out
 from holdfast._worker.processes.messages import (
     Begin,
     Broken,
+    ChildChannel,
     Done,
     FromChild,
     Hello,
     Leave,
-    Link,
     Ping,
     Pong,
     Progress,
@@ -57,7 +57,7 @@ class CannotStart(HoldfastError):
     """A child process could not load the app."""
 
 
-class Phase(Enum):
+class ChildState(Enum):
     """Where a child is in its life."""
 
     STARTING = auto()
@@ -72,23 +72,23 @@ class Phase(Enum):
 class Parent(NamedTuple):
     """Who is told what goes on in a child."""
 
-    moved: Callable[[Child], None]
+    moved: Callable[[ChildHandle], None]
     """It is in another phase."""
-    run_over: Callable[[Child, Run, Ended], None]
+    run_over: Callable[[ChildHandle, Run, Ended], None]
     refused: Callable[[Run], None]
     """It does not know the queue of a run."""
     progressed: Callable[[], None]
-    answered: Callable[[Child, int], None]
+    answered: Callable[[ChildHandle, int], None]
     """It hears us, and has so much in memory."""
 
 
-class Child:
+class ChildHandle:
     """One child process."""
 
     def __init__(self, number: int, begin: Begin, to: Parent, *, spare: bool, drain_grace_s: float) -> None:
         self.number = number
         self.spare = spare
-        self.phase = Phase.STARTING
+        self.phase = ChildState.STARTING
         self.hello: Hello | None = None
         self.failure: HoldfastError | None = None
         """Why it could not start."""
@@ -115,11 +115,13 @@ class Child:
         self._misbehaved = False
         self._turned = asyncio.Event()
         self.process = Process("holdfast._worker.processes.child_main", begin.worker)
-        self._link: Link[FromChild] = Link(FromChild, self._received, self._misbehave, self.end, self._unsendable)
+        self._link: ChildChannel[FromChild] = ChildChannel(
+            FromChild, self._received, self._misbehave, self.end, self._unsendable
+        )
 
     @property
     def open(self) -> bool:
-        return self.phase is Phase.OPEN
+        return self.phase is ChildState.OPEN
 
     @property
     def crashed(self) -> bool:
@@ -141,8 +143,8 @@ class Child:
             self._link.limit = frame_limit(self.hello.max_payload)
             self.idle_since = _now()
             log.info("child %d is ready%s", self.process.pid, ", for suspects" if self.spare else "")
-            self._move(Phase.OPEN)
-            await self._until(lambda: self.phase is Phase.OVER)
+            self._move(ChildState.OPEN)
+            await self._until(lambda: self.phase is ChildState.OVER)
         except HoldfastError as error:
             self.failure, self.killed = error, True
         except BaseException:  # The pool is cancelled: nothing may be left of it, and there may be no time to wait.
@@ -160,12 +162,12 @@ class Child:
         """What it says of the app, once it has loaded it."""
         try:
             async with asyncio.timeout(START_S):
-                await self._until(lambda: self._answer is not None or self.phase is Phase.OVER)
+                await self._until(lambda: self._answer is not None or self.phase is ChildState.OVER)
         except TimeoutError:
             self.end(f"it was not ready within {START_S:g} s")
         if isinstance(self._answer, Broken):
             raise (OptionError if self._answer.mistake else CannotStart)(self._answer.message)
-        if self._answer is None or self.phase is Phase.OVER:
+        if self._answer is None or self.phase is ChildState.OVER:
             why = await self.process.bury(EXIT_S) or self._cause
             raise CannotStart(f"a child process could not load {self._begin.target}: {why}")
         return self._answer
@@ -175,20 +177,20 @@ class Child:
             self._turned.clear()
             await self._turned.wait()
 
-    def _move(self, phase: Phase) -> None:
+    def _move(self, phase: ChildState) -> None:
         self.phase = phase
         self._turned.set()
         self._to.moved(self)
 
     def end(self, cause: str = "") -> None:
         """It is over. The first cause counts."""
-        if self.phase is not Phase.OVER:
+        if self.phase is not ChildState.OVER:
             self._cause = cause
-            self._move(Phase.OVER)
+            self._move(ChildState.OVER)
 
     def _misbehave(self, cause: str) -> None:
         """It is over because of what it did, however it ends now."""
-        self._misbehaved = self._misbehaved or self.phase is not Phase.OVER
+        self._misbehaved = self._misbehaved or self.phase is not ChildState.OVER
         self.end(cause)
 
     def kill(self) -> None:
@@ -212,8 +214,8 @@ class Child:
 
     def drain(self) -> None:
         """It takes no more, and goes when its runs are over."""
-        if self.phase in (Phase.STARTING, Phase.OPEN):
-            self._move(Phase.DRAINING)
+        if self.phase in (ChildState.STARTING, ChildState.OPEN):
+            self._move(ChildState.DRAINING)
         self.see_to(_now())
 
     def doom(self) -> None:
@@ -227,15 +229,15 @@ class Child:
         """Have it close what it has opened, and exit."""
         if self.hello is None:
             self.kill()
-        elif self._leaving_at is None and self.phase is not Phase.OVER:
+        elif self._leaving_at is None and self.phase is not ChildState.OVER:
             self._leaving_at = _now()
             self._link.send(Leave())
-            if self.phase is Phase.OPEN:
-                self._move(Phase.DRAINING)
+            if self.phase is ChildState.OPEN:
+                self._move(ChildState.DRAINING)
 
     def see_to(self, now: float) -> None:
         """It drains: is it time to go?"""
-        if self.phase is not Phase.DRAINING:
+        if self.phase is not ChildState.DRAINING:
             return
         if not self.runs:
             self.leave()
@@ -252,7 +254,7 @@ class Child:
 
     def look(self, number: int, now: float) -> None:
         """From time to time: is it there, and at what?"""
-        if self.hello is None or self.phase is Phase.OVER:
+        if self.hello is None or self.phase is ChildState.OVER:
             return
         self._step = self.process.steps.read()
         if self._link.part_since is not None and now >= self._link.part_since + PART_S:
@@ -277,7 +279,7 @@ class Child:
         job, id = without_odd_id(run.job)
         self._link.send(Start(self.taken, run.queue, job, id))
 
-    def stop(self, run: Run, why: Why) -> None:
+    def stop(self, run: Run, why: StopReason) -> None:
         """Tell it to stop a run."""
         number = next(number for number, its in self.runs.items() if its is run)
         self._link.send(Stop(number, why))
@@ -324,7 +326,7 @@ class Child:
 def _what_became_of(run: Run, error: JobError, blamed: Run | None, *, begun: bool, killed: bool) -> Ended:
     """What a run ended in whose process is dead: it had not begun, or was told to stop, or a neighbour was why, or
     nobody knows. In a process whose loop was blocked by one run, none of the others could end in time."""
-    if not begun and run.stopping in (None, "timeout") and not run.terms.policy.at_most_once:
+    if not begun and run.stopping in (None, "timeout") and not run.config.policy.at_most_once:
         return Stopped("not_started")
     if run.stopping == "timeout":
         innocent = blamed is not None and blamed.overdue and blamed is not run

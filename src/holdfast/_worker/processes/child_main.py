@@ -25,18 +25,19 @@ from holdfast import errors
 from holdfast._client.app import Holdfast
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
 from holdfast._worker.app_loader import load
-from holdfast._worker.handler import Handler, Stepped
-from holdfast._worker.hooks import Teller
+from holdfast._worker.handler import Handler, Probed
+from holdfast._worker.hooks import HookDispatcher
 from holdfast._worker.inline import Runner
 from holdfast._worker.logs import set_up
 from holdfast._worker.processes.messages import (
     Begin,
     Broken,
+    ChildChannel,
     Done,
     Happened,
     Hello,
+    HookError,
     Leave,
-    Link,
     Ping,
     Pong,
     Progress,
@@ -44,13 +45,12 @@ from holdfast._worker.processes.messages import (
     Start,
     Stop,
     ToChild,
-    Trouble,
     encode,
     frame_limit,
     receive,
 )
 from holdfast._worker.processes.os_process import is_child_of, memory
-from holdfast._worker.processes.steps import Steps, map_page
+from holdfast._worker.processes.steps import LoopProbe, map_page
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
 
@@ -63,22 +63,24 @@ HOOKS_S = 4.0
 log = logging.getLogger("holdfast")
 
 
-class Child:
+class ChildRuntime:
     """One child, with its app."""
 
-    def __init__(self, app: Holdfast[Any], steps: Steps) -> None:
-        self._inside = app.inside()
+    def __init__(self, app: Holdfast[Any], steps: LoopProbe) -> None:
+        self._parts = app.parts()
         self._app = app
-        self._handlers: dict[str, Handler] = {handler.queue: handler for handler in self._inside.handlers}
-        for handler in self._inside.handlers:
+        self._handlers: dict[str, Handler] = {handler.queue: handler for handler in self._parts.handlers}
+        for handler in self._parts.handlers:
             handler.check()
         self._left = asyncio.Event()
-        self._link: Link[ToChild] = Link(ToChild, self._received, self._orphaned, self._orphaned, self._unsendable)
+        self._link: ChildChannel[ToChild] = ChildChannel(
+            ToChild, self._received, self._orphaned, self._orphaned, self._unsendable
+        )
         self._steps = steps
         self._runner: Runner[int] = Runner(
-            self._inside.around, THREADS, ended=self._ended, reported=self._progressed, steps=self._stepped
+            self._parts.around, THREADS, ended=self._ended, reported=self._progressed, steps=self._stepped
         )
-        self._teller = Teller(self._inside.on_event, self._inside.around.trouble, on_threads=True)
+        self._teller = HookDispatcher(self._parts.on_event, self._parts.around.report_error, on_threads=True)
 
     async def serve(self, end: socket.socket) -> None:
         """Until told to leave."""
@@ -104,19 +106,19 @@ class Child:
     async def _get_ready(self, stack: AsyncExitStack) -> None:
         self._app.defer()
         await stack.enter_async_context(self._app)
-        if self._inside.lifespan is not None:
-            self._runner.resources = await stack.enter_async_context(self._inside.lifespan())
+        if self._parts.lifespan is not None:
+            self._runner.resources = await stack.enter_async_context(self._parts.lifespan())
 
     def _hello(self) -> Hello:
-        address = self._inside.address
+        address = self._parts.address
         self._link.limit = frame_limit(address.max_payload)
         return Hello(
-            [handler.terms for handler in self._handlers.values()],
+            [handler.config for handler in self._handlers.values()],
             address.url,
             address.namespace,
             address.max_payload,
-            bool(self._inside.on_event),
-            bool(self._inside.around.errors),
+            bool(self._parts.on_event),
+            bool(self._parts.around.errors),
         )
 
     def _received(self, messages: list[ToChild]) -> None:
@@ -135,16 +137,16 @@ class Child:
                 case Happened(event, id):
                     event = event if id is None else replace(event, id=id.decode("utf-8", "surrogateescape"))
                     self._teller.event(event)
-                case Trouble(error, told, where):
-                    self._teller.trouble(_rebuilt(error, told), where)
+                case HookError(error, told, where):
+                    self._teller.report_error(_rebuilt(error, told), where)
                 case Leave():
                     self._left.set()
                 case Begin():
                     pass  # That was the first one, and is done.
 
-    def _stepped(self, number: int, run: Coroutine[Any, Any, Ended]) -> Stepped:
+    def _stepped(self, number: int, run: Coroutine[Any, Any, Ended]) -> Probed:
         """Should a run block the loop, the parent can see which it was."""
-        return Stepped(run, partial(self._steps.begin, number), self._steps.end)
+        return Probed(run, partial(self._steps.begin, number), self._steps.end)
 
     def _ended(self, number: int, ended: Ended) -> None:
         self._link.send(Done(number, ended))
@@ -234,7 +236,7 @@ def main() -> None:
         if begin.logs is not None:
             set_up(begin.logs)
         sys.path[:] = begin.path
-        child = Child(load(begin.target, Holdfast), steps)
+        child = ChildRuntime(load(begin.target, Holdfast), steps)
     except HoldfastError as error:
         end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)

@@ -16,8 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, Terms
-from holdfast._worker.executor import RunEvent, Why
+from holdfast._core.retry_policy import Ended, QueueConfig
+from holdfast._worker.executor import RunEvent, StopReason
 from holdfast._worker.logs import Logs
 
 MAX_FRAME_BYTES = 1 << 26
@@ -55,7 +55,7 @@ class Start(Message, frozen=True):
 
 class Stop(Message, frozen=True):
     number: int
-    why: Why
+    why: StopReason
 
 
 class Ping(Message, frozen=True):
@@ -69,7 +69,7 @@ class Happened(Message, frozen=True):
     id: bytes | None
 
 
-class Trouble(Message, frozen=True):
+class HookError(Message, frozen=True):
     """For the app's error hooks."""
 
     error: str
@@ -88,7 +88,7 @@ class Leave(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The app is loaded: this is what it runs, and where its jobs are."""
 
-    terms: list[Terms]
+    config: list[QueueConfig]
     url: str | None
     """None if the app was given a storage of its own."""
     namespace: str
@@ -126,7 +126,7 @@ class Pong(Message, frozen=True):
     """Bytes that the child has in memory."""
 
 
-ToChild = Begin | Start | Stop | Ping | Happened | Trouble | Leave
+ToChild = Begin | Start | Stop | Ping | Happened | HookError | Leave
 FromChild = Hello | Broken | Done | Refused | Progress | Pong
 
 M = TypeVar("M")
@@ -161,7 +161,7 @@ def encode(messages: list[Any], limit: int = MAX_FRAME_BYTES) -> list[bytes]:
     return encode(messages[:middle], limit) + encode(messages[middle:], limit)
 
 
-class Link(asyncio.Protocol, Generic[M]):
+class ChildChannel(asyncio.Protocol, Generic[M]):
     """One end of a socket pair, on an event loop. What is said within one turn of the loop travels together."""
 
     def __init__(

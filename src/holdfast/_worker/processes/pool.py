@@ -12,13 +12,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from holdfast._core.capacity import Fleet
-from holdfast._core.retry_policy import Ended, Stopped, Terms
-from holdfast._worker.executor import Executor, Listener, OnEvent, Run, Why
+from holdfast._core.capacity import Capacity
+from holdfast._core.retry_policy import Ended, QueueConfig, Stopped
+from holdfast._worker.executor import Executor, Listener, OnEvent, Run, StopReason
 from holdfast._worker.logs import Logs
-from holdfast._worker.processes.child_handle import CannotStart, Child, Parent, Phase
+from holdfast._worker.processes.child_handle import CannotStart, ChildHandle, ChildState, Parent
 from holdfast._worker.processes.messages import Begin, Hello
-from holdfast._worker.processes.relay import Relay, log_trouble
+from holdfast._worker.processes.relay import HookForwarder, log_trouble
 from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
@@ -62,12 +62,12 @@ class Pool(Executor):
         self._begin = Begin(VERSION, worker, target, list(path), logs)
         self._processes = processes
         self._drain_grace_s = drain_grace_s
-        self.gone_s = drain_grace_s + 2.0
+        self.kill_allowance_s = drain_grace_s + 2.0
         self._max_jobs = max_jobs
         self._max_memory = max_memory
         self._relays = relays
-        self._relay = Relay(lambda: self._children.values())
-        self._children: dict[int, Child] = {}
+        self._relay = HookForwarder(lambda: self._children.values())
+        self._children: dict[int, ChildHandle] = {}
         self._numbers = itertools.count(1)
         self._in_hand: deque[Run] = deque()
         """Runs that wait for a room."""
@@ -84,7 +84,7 @@ class Pool(Executor):
 
     # From start to end
 
-    async def open(self, fleet: Fleet, to: Listener) -> None:
+    async def open(self, fleet: Capacity, to: Listener) -> None:
         """Start the first child, and have it load the app."""
         await super().open(fleet, to)
         started = asyncio.Event()
@@ -140,8 +140,8 @@ class Pool(Executor):
         return self._hello
 
     @property
-    def terms(self) -> list[Terms]:
-        return [] if self._hello is None else self._hello.terms
+    def config(self) -> list[QueueConfig]:
+        return [] if self._hello is None else self._hello.config
 
     async def _until(self, true: Callable[[], bool]) -> None:
         """Until something is so of the children."""
@@ -164,10 +164,12 @@ class Pool(Executor):
 
     # Children come and go
 
-    def _spawn(self, *, spare: bool = False) -> Child:
+    def _spawn(self, *, spare: bool = False) -> ChildHandle:
         parent = Parent(self._moved, self._run_over, self._refused, self._to.reported, self._answered)
         try:
-            child = Child(next(self._numbers), self._begin, parent, spare=spare, drain_grace_s=self._drain_grace_s)
+            child = ChildHandle(
+                next(self._numbers), self._begin, parent, spare=spare, drain_grace_s=self._drain_grace_s
+            )
         except OSError as error:
             raise CannotStart(f"a child process could not be started: {error}") from error
         keeping = self._keep(child)
@@ -181,7 +183,7 @@ class Pool(Executor):
         self._children[child.number] = child
         return child
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep(self, child: ChildHandle) -> None:
         try:
             await child.live()
         except BaseException:
@@ -190,7 +192,7 @@ class Pool(Executor):
         finally:
             self._gone(child)
 
-    def _gone(self, child: Child) -> None:
+    def _gone(self, child: ChildHandle) -> None:
         del self._children[child.number]
         if child.hello is not None:
             self._fleet.drop(child.number)
@@ -201,12 +203,12 @@ class Pool(Executor):
         self._turned.set()
         self._see_to_everything()
 
-    def _moved(self, child: Child) -> None:
+    def _moved(self, child: ChildHandle) -> None:
         """A child is in another phase."""
         self._turned.set()
         if child.hello is None:
             return  # It could not start: it is not known why before it is gone.
-        if child.phase is Phase.OPEN:
+        if child.phase is ChildState.OPEN:
             self._fleet.open(child.number, spare=child.spare)
             self._retire_one_too_many()
             self._relay.flush()
@@ -221,7 +223,9 @@ class Pool(Executor):
 
     def _fill(self) -> None:
         """Have as many children as there shall be. One that is worn counts as gone: its successor comes first."""
-        there = [c for c in self._children.values() if not c.spare and c.phase in (Phase.STARTING, Phase.OPEN)]
+        there = [
+            c for c in self._children.values() if not c.spare and c.phase in (ChildState.STARTING, ChildState.OPEN)
+        ]
         self._start(self._processes - sum(not child.worn for child in there))
 
     def _start(self, count: int, *, spare: bool = False) -> None:
@@ -256,13 +260,13 @@ class Pool(Executor):
         if len(there) > self._processes:
             min(there, key=lambda child: (not child.worn, child.number)).drain()
 
-    def _wear_out(self, child: Child, why: str) -> None:
+    def _wear_out(self, child: ChildHandle, why: str) -> None:
         if child.open and not (child.worn or child.spare):
             log.info("child %d is replaced: %s", child.process.pid, why)
             child.worn = True
             self._fill()
 
-    def _answered(self, child: Child, memory: int) -> None:
+    def _answered(self, child: ChildHandle, memory: int) -> None:
         self._relay.flush()
         if self._max_memory is not None and memory > self._max_memory and child.taken:
             self._wear_out(child, f"it has {memory >> 20} MiB in memory")
@@ -303,13 +307,13 @@ class Pool(Executor):
     def _start_spares(self) -> None:
         """A run that must be alone gets a spare child, so that others do not wait for it. There are never more of those
         than of others."""
-        spares = [c for c in self._children.values() if c.spare and c.phase in (Phase.STARTING, Phase.OPEN)]
-        coming = sum(child.phase is Phase.STARTING for child in spares)
+        spares = [c for c in self._children.values() if c.spare and c.phase in (ChildState.STARTING, ChildState.OPEN)]
+        coming = sum(child.phase is ChildState.STARTING for child in spares)
         suspects = sum(run.alone for run in self._in_hand)
         self._start(min(suspects - coming, self._processes - len(spares)), spare=True)
 
-    def _run_over(self, child: Child, run: Run, ended: Ended) -> None:
-        if child.phase is not Phase.OVER:
+    def _run_over(self, child: ChildHandle, run: Run, ended: Ended) -> None:
+        if child.phase is not ChildState.OVER:
             self._pause_s = RESTART_S[0]
         self._finish(run, ended)
         if self._in_hand:
@@ -318,7 +322,7 @@ class Pool(Executor):
     def _refused(self, run: Run) -> None:
         self._fleet.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
 
-    def _ask(self, run: Run, why: Why) -> None:
+    def _ask(self, run: Run, why: StopReason) -> None:
         if run.room is None:
             self._let_go(run)
             self._finish(run, Stopped("not_started"))
@@ -332,7 +336,7 @@ class Pool(Executor):
         if not run.done:
             self._child_of(run).kill()
 
-    def _child_of(self, run: Run) -> Child:
+    def _child_of(self, run: Run) -> ChildHandle:
         assert run.room is not None
         return self._children[run.room]
 
@@ -342,10 +346,10 @@ class Pool(Executor):
     def hooks(self) -> list[OnEvent]:
         return [self._relay.event] if self._relays and self.hello.hooks else []
 
-    async def trouble(self, error: BaseException, where: str) -> None:
+    async def report_error(self, error: BaseException, where: str) -> None:
         """Trouble for the app's own hooks, or for the log."""
         if self.hello.error_hooks:
-            self._relay.trouble(error, where)
+            self._relay.report_error(error, where)
         else:
             log_trouble(error, where)
 
@@ -368,9 +372,9 @@ class Pool(Executor):
             log.error("the new code does not load: %d of %d children go on with the old one", len(left), len(old))
         return ok
 
-    async def _roll(self, old: Sequence[Child]) -> None:
+    async def _roll(self, old: Sequence[ChildHandle]) -> None:
         for child in old:
-            await self._until(lambda: child.phase is not Phase.STARTING)  # noqa: B023 -- It may have read the old code.
+            await self._until(lambda: child.phase is not ChildState.STARTING)  # noqa: B023 -- It may have read the old code.
             self._wear_out(child, "the code is loaded anew")
             await self._until(lambda: not child.open)  # noqa: B023
         newest = [child.hello for child in self._children.values() if child.open and not child.spare]

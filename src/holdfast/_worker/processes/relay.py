@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from holdfast._worker.executor import RunEvent
-from holdfast._worker.processes.child_handle import Child
-from holdfast._worker.processes.messages import Happened, Trouble, without_odd_id
+from holdfast._worker.processes.child_handle import ChildHandle
+from holdfast._worker.processes.messages import Happened, HookError, without_odd_id
 from holdfast.errors import HoldfastError
 
 MAX_WAITING = 10_000
@@ -22,20 +22,20 @@ MAX_WAITING = 10_000
 log = logging.getLogger("holdfast.worker")
 
 
-class Relay:
+class HookForwarder:
     """Passes events on to a child."""
 
-    def __init__(self, children: Callable[[], Iterable[Child]]) -> None:
+    def __init__(self, children: Callable[[], Iterable[ChildHandle]]) -> None:
         self._children = children
-        self._waiting: deque[Happened | Trouble] = deque(maxlen=MAX_WAITING)
-        self._through: Child | None = None
+        self._waiting: deque[Happened | HookError] = deque(maxlen=MAX_WAITING)
+        self._through: ChildHandle | None = None
 
     def event(self, event: RunEvent) -> None:
         self._waiting.append(Happened(*without_odd_id(event)))
         self.flush()
 
-    def trouble(self, error: BaseException, where: str) -> None:
-        self._waiting.append(Trouble(type(error).__name__, str(error), where))
+    def report_error(self, error: BaseException, where: str) -> None:
+        self._waiting.append(HookError(type(error).__name__, str(error), where))
         self.flush()
 
     def flush(self) -> None:

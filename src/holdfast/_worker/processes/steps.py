@@ -9,7 +9,7 @@ import sys
 F_SEAL_FUTURE_WRITE = 0x10
 
 
-class Steps:
+class LoopProbe:
     """Which run an event loop is at, and which it has begun, in memory that parent and child share: it can be read when
     the loop is blocked, and when its process can do nothing more at all.
 
@@ -53,30 +53,30 @@ class Steps:
             self._now = self._bytes = self._page = None
 
 
-def share_page() -> tuple[int, Steps]:
+def share_page() -> tuple[int, LoopProbe]:
     """In the parent: memory to share with a child, as a file descriptor to give it (-1 if there can be none) and as
     what is read from it."""
     if sys.platform != "linux":
-        return -1, Steps(None)
+        return -1, LoopProbe(None)
     import fcntl
 
     page = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(page, Steps.SIZE)
+        os.ftruncate(page, LoopProbe.SIZE)
         fcntl.fcntl(page, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return page, Steps(mmap.mmap(page, Steps.SIZE, access=mmap.ACCESS_READ))
+        return page, LoopProbe(mmap.mmap(page, LoopProbe.SIZE, access=mmap.ACCESS_READ))
     except BaseException:
         os.close(page)
         raise
 
 
-def map_page(page: int) -> Steps:
+def map_page(page: int) -> LoopProbe:
     """In the child: the page to write to, which from now on is written to in no other way."""
     if page < 0 or sys.platform != "linux":
-        return Steps(None)
+        return LoopProbe(None)
     import fcntl
 
-    steps = Steps(mmap.mmap(page, Steps.SIZE))
+    steps = LoopProbe(mmap.mmap(page, LoopProbe.SIZE))
     try:
         fcntl.fcntl(page, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
     except OSError:  # An old kernel. What could be overwritten is not to be relied on.

@@ -6,9 +6,9 @@ import msgspec
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.events import ENDS, STARTS, Kind
+from holdfast._core.events import ENDS, STARTS, EventKind
 from holdfast._core.jobs import Job, Problem, State
-from holdfast.storage.local.table import VIEWS, Found, Ledger, Table, index_of, newest_stamp
+from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
 
 
 def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:
@@ -35,7 +35,7 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
     return None, job
 
 
-def recount(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Problem]:
+def recount(table: Table, queue: str, ledger: QueueMeta, dry_run: bool) -> list[Problem]:
     """Do the counts match the records, and do the totals add up? Where not, the records are right."""
     problems: list[Problem] = []
     if ledger.rebuilt:
@@ -53,5 +53,5 @@ def recount(table: Table, queue: str, ledger: Ledger, dry_run: bool) -> list[Pro
     if not dry_run:
         ledger.rebuilt = False
         ledger.counts = actual
-        ledger.totals[Kind.ENQUEUED] = ledger.totals.get(Kind.ENQUEUED, 0) + ended + live - started
+        ledger.totals[EventKind.ENQUEUED] = ledger.totals.get(EventKind.ENQUEUED, 0) + ended + live - started
     return problems

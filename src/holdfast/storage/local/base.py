@@ -10,23 +10,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from holdfast._core.jobs import (
-    Cancelled,
+    CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Facts,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Repaired,
     Request,
-    Settled,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
     Swept,
+    WorkerCommands,
+    WorkerFacts,
 )
 from holdfast.storage.checked import CheckedStorage
 from holdfast.storage.local.engine import Engine
@@ -57,21 +57,21 @@ class LocalStorage(CheckedStorage):
     async def _ready(self, queues: Sequence[str]) -> list[str]:
         return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
 
-    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
         return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
 
-    async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended:
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
         return await self._step(
             lambda engine: engine.extend(queue, leases, worker=worker, lease_ms=lease_ms), items=len(leases)
         )
 
-    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
 
-    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[Kept]:
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
         return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
 
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
@@ -89,7 +89,7 @@ class LocalStorage(CheckedStorage):
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
 
-    async def _announce(self, worker: str, facts: Facts, ttl_ms: int) -> Orders:
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
         return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
 
     async def _evict(self, worker: str) -> bool:

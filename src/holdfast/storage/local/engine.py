@@ -12,36 +12,36 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
-from holdfast._core.events import Kind
+from holdfast._core.events import EventKind
 from holdfast._core.jobs import (
     FINISHED,
-    Cancelled,
+    CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Facts,
     Fail,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Placed,
     Problem,
     QueueStats,
     Repaired,
     Request,
-    Settled,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
     Swept,
-    WorkerStats,
+    WorkerCommands,
+    WorkerFacts,
+    WorkerInfo,
 )
 from holdfast.storage.local.audit import examine, recount
 from holdfast.storage.local.reading import as_read, listed, read_cursor, served_by, write_cursor
-from holdfast.storage.local.table import Ledger, Table
-from holdfast.storage.local.transaction import Books
+from holdfast.storage.local.table import QueueMeta, Table
+from holdfast.storage.local.transaction import QueueTransaction
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
 
 SWEEP_ON_CLAIM = 10
@@ -60,12 +60,12 @@ class Engine:
         self.table = table
         self.clock = clock
 
-    def _books(self, queue: str) -> Books | None:
+    def _books(self, queue: str) -> QueueTransaction | None:
         ledger = self.table.ledger(queue)
-        return None if ledger is None else Books(self.table, queue, ledger, self.clock.now_us())
+        return None if ledger is None else QueueTransaction(self.table, queue, ledger, self.clock.now_us())
 
-    def _open(self, queue: str) -> Books:
-        return Books(self.table, queue, self.table.open(queue), self.clock.now_us())
+    def _open(self, queue: str) -> QueueTransaction:
+        return QueueTransaction(self.table, queue, self.table.open(queue), self.clock.now_us())
 
     def _time(self, queue: str) -> QueueTime:
         """The queue's time for a step that only reads."""
@@ -121,23 +121,23 @@ class Engine:
         due = self.table.due(queue, books.now, limit)
         return _claim(books, [job for job in due if not _misplaced(job, books.time)], worker, lease_ms)
 
-    def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[Settled]:
+    def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
         books = self._books(queue)
         if books is None:
-            return [Settled.LOST] * len(batch)
+            return [SettleResult.LOST] * len(batch)
         records = books.load([item.id for item in batch])
-        replies: list[Settled] = []
+        replies: list[SettleResult] = []
         follow_ups: list[Request] = []
         for item in batch:
             job = records[item.id]
             if job is None or not lifecycle.holds(job, worker, item.fence):
-                replies.append(Settled.LOST)
+                replies.append(SettleResult.LOST)
                 continue
             step = lifecycle.settle(job, item, books.time)
-            if isinstance(item, Fail) and item.follow_up is not None and Kind.FAILED in step.kinds:
-                follow_ups.append(Request(f"{item.id}@{job.generation}", item.follow_up, named=True))
+            if isinstance(item, Fail) and item.follow_up is not None and EventKind.FAILED in step.kinds:
+                follow_ups.append(Request(f"{item.id}@{job.generation}", item.follow_up, custom_id=True))
             records[item.id] = books.put(item.id, job, step)
-            replies.append(Settled.OK)
+            replies.append(SettleResult.OK)
         books.close()
         if follow_ups:
             companion = self._open(queue + FAILED_SUFFIX)
@@ -145,13 +145,13 @@ class Engine:
             companion.close()
         return replies
 
-    def extend(self, queue: str, leases: Sequence[Lease], *, worker: str, lease_ms: int) -> Extended:
+    def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
         books = self._books(queue)
         if books is None:
             return Extended(list(leases), [])
         records = books.load([lease.id for lease in leases])
-        lost: list[Lease] = []
-        cancel_asked: list[Lease] = []
+        lost: list[LeaseRef] = []
+        cancel_asked: list[LeaseRef] = []
         for lease in leases:
             job = records[lease.id]
             if job is None or job.run is None or not lifecycle.holds(job, worker, lease.fence):
@@ -164,12 +164,12 @@ class Engine:
         books.close()
         return Extended(lost, cancel_asked)
 
-    def cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         books = self._books(queue)
         if books is None:
-            return [Cancelled.MISSING] * len(ids)
+            return [CancelResult.MISSING] * len(ids)
         records = books.load(ids)
-        replies: list[Cancelled] = []
+        replies: list[CancelResult] = []
         for id in ids:
             step, reply = lifecycle.cancel(records[id], books.now)
             records[id] = books.put(id, records[id], step)
@@ -177,12 +177,12 @@ class Engine:
         books.close()
         return replies
 
-    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[Kept]:
+    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[KeepResult]:
         books = self._books(queue)
         if books is None:
-            return [Kept.MISSING] * len(ids)
+            return [KeepResult.MISSING] * len(ids)
         records = books.load(ids)
-        replies: list[Kept] = []
+        replies: list[KeepResult] = []
         for id in ids:
             job, reply = lifecycle.keep(records[id], ttl_ms, at_least, books.now)
             records[id] = books.put(id, records[id], lifecycle.Step(job))
@@ -217,8 +217,8 @@ class Engine:
         workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
         return Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
 
-    def _stats(self, queue: str, workers: Sequence[WorkerStats]) -> QueueStats:
-        ledger = self.table.ledger(queue) or Ledger()
+    def _stats(self, queue: str, workers: Sequence[WorkerInfo]) -> QueueStats:
+        ledger = self.table.ledger(queue) or QueueMeta()
         now = self._time(queue).last_at
         counts = ledger.counts
         past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
@@ -267,7 +267,7 @@ class Engine:
                 break
             jobs, _ = self.table.page(queue, state, None, limit - done)
             for job in jobs:
-                kind = Kind.PURGED if job.state is State.WAITING else Kind.FORGOTTEN
+                kind = EventKind.PURGED if job.state is State.WAITING else EventKind.FORGOTTEN
                 books.put(job.id, job, lifecycle.Step(None, (kind,)))
             done += len(jobs)
         if State.RUNNING in states:
@@ -277,7 +277,7 @@ class Engine:
             self.table.drop(queue)
         return done
 
-    def _ask_to_cancel(self, books: Books, limit: int) -> int:
+    def _ask_to_cancel(self, books: QueueTransaction, limit: int) -> int:
         asked, after = 0, None
         while asked < limit:
             jobs, after = self.table.page(books.queue, State.RUNNING, after, MAX_SWEEP)
@@ -290,7 +290,7 @@ class Engine:
                 break
         return asked
 
-    def announce(self, worker: str, facts: Facts, *, ttl_ms: int) -> Orders:
+    def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
         now = self.clock.now_us()
         known = {stats.worker: stats for stats in self.table.workers()}
         for stats in known.values():
@@ -298,8 +298,8 @@ class Engine:
                 self.table.write_worker(stats.worker, None)
         before = known.get(worker)
         evict = before is not None and before.evict_asked and before.expires_at > now
-        self.table.write_worker(worker, WorkerStats(worker, facts, now, now + 1000 * ttl_ms, evict))
-        return Orders(evict)
+        self.table.write_worker(worker, WorkerInfo(worker, facts, now, now + 1000 * ttl_ms, evict))
+        return WorkerCommands(evict)
 
     def evict(self, worker: str) -> bool:
         now = self.clock.now_us()
@@ -313,7 +313,7 @@ class Engine:
         ledger = self.table.ledger(queue)
         if ledger is None:
             return Repaired([], 0, None)
-        books = Books(self.table, queue, ledger, self.clock.now_us())
+        books = QueueTransaction(self.table, queue, ledger, self.clock.now_us())
         start = None if cursor is None else decode_cursor(cursor, 0)
         strays = self.table.check_indexes(queue) if start is None else []
         if strays and not dry_run:
@@ -338,10 +338,10 @@ class Engine:
         return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
 
 
-def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
+def _start(books: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued] | None:
     """Enqueue ids that nobody chose. They are new, so nothing is read first, and all become at once what the machine
     would make of each. None if one has a wall time or no payload, or is there already: then nothing was done."""
-    if any(request.named or request.run_at is not None or request.work.payload is None for request in requests):
+    if any(request.custom_id or request.run_at is not None or request.work.payload is None for request in requests):
         return None
     now, newest = books.now, books.time.last_stamp
     jobs: list[Job] = []
@@ -356,7 +356,7 @@ def _start(books: Books, requests: Sequence[Request]) -> list[Enqueued] | None:
     return None
 
 
-def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
+def _enqueue(books: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued]:
     records = books.load([request.id for request in requests])
     replies: list[Enqueued] = []
     for request in requests:
@@ -367,7 +367,7 @@ def _enqueue(books: Books, requests: Sequence[Request]) -> list[Enqueued]:
     return replies
 
 
-def _claim(books: Books, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
+def _claim(books: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
     """Lease these jobs, up to the limit of a reply."""
     claimed: list[Job] = []
     size = 0

@@ -14,12 +14,12 @@ from typing import Self, TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event
-from holdfast._core.jobs import PRIORITIES, About, Enqueued, Job, Request, State, WorkerStats
+from holdfast._core.jobs import PRIORITIES, Enqueued, Job, Request, State, StorageInfo, WorkerInfo
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.base import LocalStorage
 from holdfast.storage.local.engine import Engine
-from holdfast.storage.local.table import Change, Found, Key, Ledger, Place, count, index_of, view_of
+from holdfast.storage.local.table import Change, Found, Place, QueueMeta, SortKey, count, index_of, view_of
 from holdfast.storage.validation import id_bytes
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class MemoryQueue:
     """The records of one queue and the five indexes over them."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.ledger = QueueMeta()
         self.records: dict[bytes, Job] = {}
         self.indexes: dict[str, list[Place]] = {state: [] for state in State}
 
@@ -53,7 +53,7 @@ class MemoryQueue:
         for entries in self.indexes.values():
             entries[:] = [entry for entry in entries if entry[1] != key]
 
-    def entry(self, key: bytes, job: Job) -> tuple[str | None, Key]:
+    def entry(self, key: bytes, job: Job) -> tuple[str | None, SortKey]:
         """Where a record stands: its own place, or none if it is not there."""
         index, at = index_of(job)
         entries = self.indexes[index]
@@ -72,18 +72,18 @@ class MemoryTable:
 
     def __init__(self) -> None:
         self._queues: dict[str, MemoryQueue] = {}
-        self._workers: dict[str, WorkerStats] = {}
+        self._workers: dict[str, WorkerInfo] = {}
         self._floor = 0
         """The highest stamp of the queues that were dropped: none is given out twice."""
         self.events: list[Event] = []
         self.home: int | None = None
         """The process that opened it first. What was forked from that has a copy, which nobody shares."""
 
-    def ledger(self, queue: str) -> Ledger | None:
+    def ledger(self, queue: str) -> QueueMeta | None:
         found = self._queues.get(queue)
         return None if found is None else found.ledger
 
-    def open(self, queue: str) -> Ledger:
+    def open(self, queue: str) -> QueueMeta:
         if queue not in self._queues:
             self._queues[queue] = MemoryQueue()
             self._queues[queue].ledger.time.last_stamp = self._floor
@@ -192,10 +192,10 @@ class MemoryTable:
         more = start + limit < len(entries)
         return [source.records[key] for _, key in chosen], chosen[-1] if more else None
 
-    def workers(self) -> list[WorkerStats]:
+    def workers(self) -> list[WorkerInfo]:
         return list(self._workers.values())
 
-    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+    def write_worker(self, worker: str, stats: WorkerInfo | None) -> None:
         if stats is None:
             del self._workers[worker]
         else:
@@ -210,7 +210,7 @@ class MemoryTable:
         ]
 
     def tally(self, queue: str) -> dict[str, int]:
-        counted = Ledger()
+        counted = QueueMeta()
         for job in self._queues[queue].records.values():
             count(counted, job.state, view_of(job), 1)
         return counted.counts
@@ -276,15 +276,15 @@ class MemoryStorage(LocalStorage):
             if not self._opened:
                 self._pid = None
 
-    async def about(self) -> About:
+    async def about(self) -> StorageInfo:
         keeps = "nothing survives the end of this process"
-        return About(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
+        return StorageInfo(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
 
-    def twin(self) -> Self:
+    def clone(self) -> Self:
         """Everything is shared but whether it is open."""
-        twin = copy.copy(self)
-        twin._opened, twin._pid = 0, None
-        return twin
+        clone = copy.copy(self)
+        clone._opened, clone._pid = 0, None
+        return clone
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
         raise OptionError(

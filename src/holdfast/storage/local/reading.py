@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, State, WorkerStats
+from holdfast._core.jobs import Job, State, WorkerInfo
 from holdfast.errors import OptionError
 from holdfast.storage.local.table import Place
 from holdfast.storage.validation import decode_cursor, encode_cursor
@@ -68,7 +68,7 @@ def write_cursor(state: State | None, at: State, end: Place | None) -> str:
     return place if state is not None else f"{at}:{place}"
 
 
-def served_by(worker: WorkerStats) -> list[str]:
+def served_by(worker: WorkerInfo) -> list[str]:
     """The queues that a worker says it serves."""
     queues = worker.facts.get("queues", [])
     return queues if isinstance(queues, list) else []

@@ -9,18 +9,18 @@ import msgspec
 
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import Event
-from holdfast._core.jobs import Job, State, WorkerStats
+from holdfast._core.jobs import Job, State, WorkerInfo
 
 VIEWS = ("retrying", "deferred")
 """What records are counted under besides their state."""
 
-Key = tuple[int, ...]
+SortKey = tuple[int, ...]
 """Where a record stands in its index; ties are broken by id."""
-Place = tuple[Key, bytes]
+Place = tuple[SortKey, bytes]
 """A place in an index: a key and an id. Among all records, by id, the key is empty."""
 
 
-class Ledger(msgspec.Struct):
+class QueueMeta(msgspec.Struct):
     """What a queue knows of itself: its time, how many records are in which state, what has happened so far."""
 
     time: QueueTime = msgspec.field(default_factory=QueueTime)
@@ -47,7 +47,7 @@ class Found(msgspec.Struct):
     job: Job | None
     payload: bytes | None
     index: str | None
-    key: Key
+    key: SortKey
 
 
 class Table(Protocol):
@@ -55,8 +55,8 @@ class Table(Protocol):
     when it is written, having been live, `write` adds it to the failed ones in the totals. `add` writes new jobs
     unread: False if one of the ids has a record, or is there twice, and then nothing has happened."""
 
-    def ledger(self, queue: str) -> Ledger | None: ...
-    def open(self, queue: str) -> Ledger: ...
+    def ledger(self, queue: str) -> QueueMeta | None: ...
+    def open(self, queue: str) -> QueueMeta: ...
     def queues(self) -> list[str]: ...
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]: ...
     def add(self, queue: str, jobs: Sequence[Job]) -> bool: ...
@@ -73,15 +73,15 @@ class Table(Protocol):
     def next_sweep_at(self, queue: str) -> int | None: ...
     def forgettable(self, queue: str, now: int, limit: int) -> list[Job]: ...
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]: ...
-    def workers(self) -> list[WorkerStats]: ...
-    def write_worker(self, worker: str, stats: WorkerStats | None) -> None: ...
+    def workers(self) -> list[WorkerInfo]: ...
+    def write_worker(self, worker: str, stats: WorkerInfo | None) -> None: ...
     def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]: ...
     def tally(self, queue: str) -> dict[str, int]: ...
     def check_indexes(self, queue: str) -> list[str]: ...
     def rebuild_indexes(self, queue: str) -> None: ...
 
 
-def index_of(job: Job) -> tuple[str, Key]:
+def index_of(job: Job) -> tuple[str, SortKey]:
     """The one index that a record is in, and its place there. The only place that says so in Python."""
     if job.outcome is not None:
         return job.outcome.state, (job.outcome.forget_at,)
@@ -106,7 +106,7 @@ def view_of(job: Job) -> str | None:
     return "retrying" if job.retries > 0 and job.outcome is None else None
 
 
-def count(ledger: Ledger, state: str, view: str | None, by: int) -> None:
+def count(ledger: QueueMeta, state: str, view: str | None, by: int) -> None:
     """Count a record in (by=1) or out (by=-1)."""
     ledger.counts[state] = ledger.counts.get(state, 0) + by
     if view is not None:

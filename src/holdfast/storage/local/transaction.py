@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import msgspec
 
 from holdfast._core import lifecycle
-from holdfast._core.events import ENDS, Event, Kind
+from holdfast._core.events import ENDS, Event, EventKind
 from holdfast._core.jobs import Job, State
-from holdfast.storage.local.table import Change, Ledger, Table
+from holdfast.storage.local.table import Change, QueueMeta, Table
 
 
-class Books:
+class QueueTransaction:
     """One queue's records during one step: read once, changed by the machine, written once."""
 
-    def __init__(self, table: Table, queue: str, ledger: Ledger, wall: int) -> None:
+    def __init__(self, table: Table, queue: str, ledger: QueueMeta, wall: int) -> None:
         self.table = table
         self.queue = queue
         self.ledger = ledger
@@ -53,10 +53,10 @@ class Books:
         if not self.table.add(self.queue, jobs):
             return False
         for job in jobs:
-            self.note(Kind.ENQUEUED, job.id, job.generation, job.run_at)
+            self.note(EventKind.ENQUEUED, job.id, job.generation, job.run_at)
         return True
 
-    def note(self, kind: Kind, id: str, generation: int = 0, run_at: int = 0) -> None:
+    def note(self, kind: EventKind, id: str, generation: int = 0, run_at: int = 0) -> None:
         totals = self.ledger.totals
         totals[kind] = totals.get(kind, 0) + 1
         self._events.append(Event(kind, self.queue, id, generation, run_at))
@@ -86,7 +86,7 @@ class Books:
             return 0
         jobs = self.table.forgettable(self.queue, self.now, limit)
         for job in jobs:
-            self.put(job.id, job, lifecycle.Step(None, (Kind.FORGOTTEN,)))
+            self.put(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
         return len(jobs)
 
     def mend(self, job: Job) -> None:

@@ -20,29 +20,29 @@ from redis.asyncio import RedisCluster
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
-from holdfast._core.events import Event, Events, Kind, Topic
+from holdfast._core.events import Event, EventKind, Events, Topic
 from holdfast._core.jobs import (
-    About,
-    Cancelled,
+    CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Facts,
     Fail,
     Job,
-    Kept,
-    Lease,
-    Orders,
+    KeepResult,
+    LeaseRef,
     Page,
     Release,
     Repaired,
     Request,
-    Run,
-    Settled,
     Settlement,
+    SettleResult,
     Snapshot,
     State,
+    StorageInfo,
+    StoredLease,
     Swept,
+    WorkerCommands,
+    WorkerFacts,
 )
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
@@ -64,7 +64,7 @@ from holdfast.storage.redis.codec import (
     settlement_args,
 )
 from holdfast.storage.redis.connection import Argument, Reply
-from holdfast.storage.redis.notify import Bell, Ear
+from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.pipelines import pipeline_for
 from holdfast.storage.redis.script import LAYOUT
@@ -84,10 +84,10 @@ CLIENT_BYTES = 9
 OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 
 _CANCELLED = dict(
-    zip(b"cafm", (Cancelled.CANCELLED, Cancelled.ASKED, Cancelled.FINISHED, Cancelled.MISSING), strict=True)
+    zip(b"cafm", (CancelResult.CANCELLED, CancelResult.ASKED, CancelResult.FINISHED, CancelResult.MISSING), strict=True)
 )
-_KEPT = dict(zip(b"klm", (Kept.KEPT, Kept.LIVE, Kept.MISSING), strict=True))
-_SETTLED = dict(zip(b"10", (Settled.OK, Settled.LOST), strict=True))
+_KEPT = dict(zip(b"klm", (KeepResult.KEPT, KeepResult.LIVE, KeepResult.MISSING), strict=True))
+_SETTLED = dict(zip(b"10", (SettleResult.OK, SettleResult.LOST), strict=True))
 _LOST, _CANCEL_ASKED = b"lc"
 _READY = ord("1")
 """One character per item in a reply."""
@@ -132,8 +132,8 @@ class RedisStorage(CheckedStorage):
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
-        self._bell = Bell(servers, self._ring)
-        self._ears: dict[object, Ear] = {}
+        self._bell = WakeTokenListener(servers, self._ring)
+        self._ears: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
@@ -142,7 +142,7 @@ class RedisStorage(CheckedStorage):
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
 
-    async def about(self) -> About:
+    async def about(self) -> StorageInfo:
         self._check_open()
         info = _info(await self._calls.command(self._name(), "INFO", "server", "memory", "persistence", "replication"))
         seconds, micros = await self._calls.command(self._name(), "TIME")
@@ -162,7 +162,7 @@ class RedisStorage(CheckedStorage):
             warnings.append(f"maxmemory-policy is {info['maxmemory_policy']}: jobs are deleted when memory is short")
         if info.get("role") == "slave":
             warnings.append("this is a replica: it takes no jobs")
-        return About(self._servers.name, int(seconds) * 1_000_000 + int(micros), keeps, facts, warnings)
+        return StorageInfo(self._servers.name, int(seconds) * 1_000_000 + int(micros), keeps, facts, warnings)
 
     async def _setting(self, name: str) -> str:
         """A setting of the server; nothing if it does not say."""
@@ -172,17 +172,17 @@ class RedisStorage(CheckedStorage):
             return ""
         return reply[1].decode() if len(reply) == 2 else ""
 
-    def twin(self) -> RedisStorage:
-        twin = RedisStorage(
-            self._servers.twin(),
+    def clone(self) -> RedisStorage:
+        clone = RedisStorage(
+            self._servers.clone(),
             namespace=self.namespace,
             clock=self._clock,
             max_payload=self._max_payload,
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
         )
-        twin._says_where = logging.DEBUG  # It was said once.
-        return twin
+        clone._says_where = logging.DEBUG  # It was said once.
+        return clone
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
@@ -314,7 +314,7 @@ class RedisStorage(CheckedStorage):
         jobs: list[Job] = []
         garbled: list[Argument] = []
         for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
-            run = Run(worker, fence, lease_ms, now + 1000 * lease_ms)
+            run = StoredLease(worker, fence, lease_ms, now + 1000 * lease_ms)
             try:
                 jobs.append(as_read(decode_job(id, raw, run), time))
             except UNREADABLE:
@@ -333,7 +333,7 @@ class RedisStorage(CheckedStorage):
             told = await self._calls.read(keys[0], "ready", *keys)
         return [queue for queue, code in zip(queues, told, strict=True) if code == _READY]
 
-    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[Settled]:
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
         self._check_open()
         companion = queue + FAILED_SUFFIX
         follows = companion not in self._listed and any(isinstance(i, Fail) and i.follow_up for i in batch)
@@ -355,7 +355,7 @@ class RedisStorage(CheckedStorage):
             raise
         return [_SETTLED[code] for code in replies[start : start + len(batch)]]
 
-    async def _extend(self, queue: str, leases: Sequence[Lease], worker: str, lease_ms: int) -> Extended:
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
         self._check_open()
         items: list[Argument] = []
         size = 0
@@ -369,13 +369,13 @@ class RedisStorage(CheckedStorage):
             [lease for lease, code in told if code == _LOST], [lease for lease, code in told if code == _CANCEL_ASKED]
         )
 
-    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[Cancelled]:
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
         reply, start = await self._calls.ask(self._key(queue), "cancel", (), items, len(ids))
         return [_CANCELLED[code] for code in reply[start : start + len(ids)]]
 
-    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[Kept]:
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
         options = (ttl_ms, int(at_least))
@@ -415,10 +415,10 @@ class RedisStorage(CheckedStorage):
                 await self._list(queue, opened=True)
         return int(done)
 
-    async def _announce(self, worker: str, facts: Facts, ttl_ms: int) -> Orders:
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
         self._check_open()
         evict, _ = await self._calls.ask(self._name(), "announce", (worker, _encode(facts), ttl_ms))
-        return Orders(bool(evict))
+        return WorkerCommands(bool(evict))
 
     async def _evict(self, worker: str) -> bool:
         self._check_open()
@@ -467,7 +467,7 @@ class RedisStorage(CheckedStorage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _Listening(self, topics)
+        return _ServerSubscription(self, topics)
 
     async def _listen(self, topic: Topic) -> Callable[[], None]:
         """Hear a topic from now on: returns how to leave it."""
@@ -484,10 +484,10 @@ class RedisStorage(CheckedStorage):
         await ear.listen(channel, self._timeout_s)
         return lambda: ear.leave(channel)
 
-    def _ear(self, channel: str) -> Ear:
+    def _ear(self, channel: str) -> PubSubListener:
         place = self._servers.place(channel)
         if place not in self._ears:
-            self._ears[place] = Ear(self._servers, self._hear, self._hub.poke)
+            self._ears[place] = PubSubListener(self._servers, self._hear, self._hub.poke)
         return self._ears[place]
 
     def _is_wake(self, topic: Topic) -> bool:
@@ -510,10 +510,10 @@ class RedisStorage(CheckedStorage):
 
     def _ring(self, key: str) -> None:
         queue = self._queue(key.removesuffix(":wake"))
-        self._hub.publish([Event(Kind.UPDATED, queue, "", 0)], self._is_wake)
+        self._hub.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
 
 
-class _Listening:
+class _ServerSubscription:
     """A subscription that the server feeds."""
 
     def __init__(self, storage: RedisStorage, topics: Sequence[Topic]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.clock import QueueTime
-from holdfast._core.events import ENDS, STARTS, Kind
+from holdfast._core.events import ENDS, STARTS, EventKind
 from holdfast._core.jobs import Job, Problem, Repaired, State
 from holdfast.errors import OptionError
 from holdfast.storage.local.audit import examine
@@ -135,7 +135,7 @@ class Audit:
             there = at.counts.get(name, 0)
             if counted != there:
                 problems.append(Problem("count", self._queue, "", f"{name} is counted as {counted}, there are {there}"))
-        totals: dict[Kind, int] = dict(zip(KINDS, stats[10], strict=True))
+        totals: dict[EventKind, int] = dict(zip(KINDS, stats[10], strict=True))
         started, ended = sum(totals[kind] for kind in STARTS), sum(totals[kind] for kind in ENDS)
         live = at.counts.get(State.WAITING, 0) + at.counts.get(State.RUNNING, 0)
         if started != ended + live:

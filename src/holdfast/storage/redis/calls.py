@@ -19,7 +19,7 @@ from holdfast._core.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
 from holdfast.storage.redis.connection import Argument, Deliver, Reply, ServerError
 from holdfast.storage.redis.script import BODY, LAYOUT, Library
-from holdfast.storage.redis.topology import ClusterServers, Gone, Servers, address_in
+from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
 TRY_AGAIN_S = 0.05
@@ -53,7 +53,7 @@ class Ask:
         self.future: asyncio.Future[tuple[Reply, int]] = asyncio.get_running_loop().create_future()
 
 
-class Line:
+class CallQueue:
     """The calls to one queue, in their order."""
 
     def __init__(self, calls: Calls, key: str) -> None:
@@ -135,7 +135,7 @@ class Calls:
         self._clock = clock
         self._timeout_s = timeout_s
         self._library = Library(BODY, clock is not None)
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, CallQueue] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     async def ask(
@@ -160,7 +160,7 @@ class Calls:
     async def _answer(self, key: str, ask: Ask) -> tuple[Reply, int]:
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = Line(self, key)
+            line = self._lines[key] = CallQueue(self, key)
         line.ask(ask)
         try:
             return await ask.future
@@ -210,7 +210,7 @@ class Calls:
         while True:
             try:
                 return await self._servers.wire(key).call(args, deadline, library)
-            except Gone as error:
+            except NodeLeft as error:
                 await self._in_time(self._servers.moved(error), error, deadline)
             except ServerError as error:
                 if error.code == "TRYAGAIN":

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from holdfast._core.events import Event, Kind
+from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import (
-    Codec,
+    CodecName,
     Complete,
     Fail,
     Job,
@@ -22,10 +22,10 @@ from holdfast._core.jobs import (
     Placed,
     Release,
     Request,
-    Retry,
-    Run,
+    RetrySettlement,
     Settlement,
     State,
+    StoredLease,
     Update,
     Value,
     Work,
@@ -34,15 +34,15 @@ from holdfast.storage.validation import clean_id, id_bytes
 
 STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
-KINDS = tuple(Kind)
+KINDS = tuple(EventKind)
 """queue.lua counts all three of these from 1."""
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
 COUNTS = ("retries", "stalls", "timeouts")
 NOW, DELAY, WALL_TIME = range(3)
 
-MARK, LONG, NAMED, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16
+MARK, LONG, FLAG_CUSTOM_ID, PAYLOAD, FLAG_FINISHED, TERMS = 160, 1, 2, 4, 8, 16
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
-PLAIN = MARK | NAMED | PAYLOAD
+PLAIN = MARK | FLAG_CUSTOM_ID | PAYLOAD
 """What most records have: an id that somebody chose or not, a payload, and nothing else."""
 
 _HEAD = struct.Struct(">BBQQ")
@@ -62,10 +62,10 @@ ENQUEUED = struct.Struct("<BBQ")
 FENCE = struct.Struct("<Q")
 
 
-class _Terms(Value, frozen=True):
+class _WorkOptions(Value, frozen=True):
     """The options of a `Work` that only clients read."""
 
-    codec: Codec
+    codec: CodecName
     timeout_ms: Ms | None
     max_retries: Limit | None
     max_stalls: Limit | None
@@ -74,7 +74,7 @@ class _Terms(Value, frozen=True):
 
 
 _encode_terms = msgspec.msgpack.Encoder().encode
-_decode_terms = msgspec.msgpack.Decoder(_Terms).decode
+_decode_terms = msgspec.msgpack.Decoder(_WorkOptions).decode
 
 LAST = 2**53 - 1
 """No time is later: as much as a double holds exactly."""
@@ -94,16 +94,16 @@ def _terms(codec: str, numbers: tuple[int | None, ...], result_ttl_ms: int | Non
     return _TTL.pack(0 if result_ttl_ms is None else result_ttl_ms + 1) + _encode_terms((codec, *numbers))
 
 
-def terms_of(work: Work) -> bytes:
+def options_of(work: Work) -> bytes:
     numbers = (work.timeout_ms, work.max_retries, work.max_stalls, work.max_timeouts, work.dedup_ttl_ms)
     return _terms(work.codec, numbers, work.result_ttl_ms)
 
 
-def _work_of(payload: bytes | None, priority: int, terms: bytes) -> Work:
-    if not terms:
+def _work_of(payload: bytes | None, priority: int, options: bytes) -> Work:
+    if not options:
         return Work(payload, priority=priority)
-    (ttl,) = _TTL.unpack_from(terms)
-    rest = _decode_terms(terms[_TTL.size :])
+    (ttl,) = _TTL.unpack_from(options)
+    rest = _decode_terms(options[_TTL.size :])
     return Work(
         payload,
         rest.codec,
@@ -117,13 +117,13 @@ def _work_of(payload: bytes | None, priority: int, terms: bytes) -> Work:
     )
 
 
-def decode_job(id: bytes, raw: bytes, run: Run | None) -> Job:
+def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
     flags, priority, generation, run_at = _HEAD.unpack_from(raw)
     if flags & 224 != MARK or priority > 9:
         raise Garbled("no mark of a record")
     at = _HEAD.size
-    if flags | NAMED == PLAIN and generation <= LAST and run_at <= LAST:
+    if flags | FLAG_CUSTOM_ID == PLAIN and generation <= LAST and run_at <= LAST:
         work = Work(raw[at:], priority=priority)
         return Job(clean_id(id), work, generation, run_at, generation, 0, flags == PLAIN, int(run is not None), run=run)
     arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = generation, 0, 0, 0, 0, 0, 0, 0
@@ -142,16 +142,16 @@ def decode_job(id: bytes, raw: bytes, run: Run | None) -> Job:
             previous = decode_outcome(raw[at : at + previous_size])
         at += previous_size + waiters_size
     outcome: Outcome | None = None
-    if flags & FINISHED:
+    if flags & FLAG_FINISHED:
         (size,) = _SIZE.unpack_from(raw, at)
         at += _SIZE.size
         outcome = decode_outcome(raw[at : at + size])
         at += size
-    terms = b""
+    options = b""
     if flags & TERMS:
         (size,) = _SHORT.unpack_from(raw, at)
         at += _SHORT.size
-        terms = raw[at : at + size]
+        options = raw[at : at + size]
         at += size
     if at > len(raw):
         raise Garbled("shorter than it says")
@@ -159,12 +159,12 @@ def decode_job(id: bytes, raw: bytes, run: Run | None) -> Job:
     payload = raw[at:] if flags & PAYLOAD else None
     return Job(
         clean_id(id),
-        _work_of(payload, priority, terms),
+        _work_of(payload, priority, options),
         generation,
         run_at,
         arrival,
         wall_at,
-        bool(flags & NAMED),
+        bool(flags & FLAG_CUSTOM_ID),
         attempts + (run is not None),
         retries,
         stalls,
@@ -202,7 +202,7 @@ def decode_outcome(packed: bytes) -> Outcome:
     return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
 
 
-def decode_run(packed: bytes) -> Run:
+def decode_run(packed: bytes) -> StoredLease:
     flags, fence, lease_ms, until_at, size = _RUN.unpack_from(packed)
     at = _RUN.size + size
     worker = packed[_RUN.size : at].decode()
@@ -216,7 +216,7 @@ def decode_run(packed: bytes) -> Run:
         progress = packed[at : at + size]
         at += size
     following = _decode_next(packed, at) if flags & NEXT else None
-    return Run(
+    return StoredLease(
         worker, fence, lease_ms, until_at, bool(flags & OVERDUE), bool(flags & CANCEL_ASKED), following, progress
     )
 
@@ -243,10 +243,10 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
         when, at = NOW, 0
     updates, payload, rule, resets = _update(update)
     head = _REQUEST.pack(
-        *(work.priority, work.payload is not None, request.named, updates, payload, rule, resets, when),
+        *(work.priority, work.payload is not None, request.custom_id, updates, payload, rule, resets, when),
         *(at, request.keep_ms),
     )
-    return id_bytes(request.id), head, terms_of(work), work.payload or b""
+    return id_bytes(request.id), head, options_of(work), work.payload or b""
 
 
 def _update(update: Update | None) -> tuple[int, int, int, int]:
@@ -270,7 +270,7 @@ def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:
             if item.follow_up is not None:
                 extra = _follow_up(item.follow_up)
             numbers = (2, item.fence, item.failure_ttl_ms, 0, True, 0)
-        case Retry():
+        case RetrySettlement():
             body = item.error
             counts = 1 + COUNTS.index(item.counts)
             numbers = (3, item.fence, item.delay_ms, item.run_at or 0, body is not None, counts)
@@ -280,8 +280,8 @@ def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:
 
 
 def _follow_up(work: Work) -> bytes:
-    terms = terms_of(work)
-    return _FOLLOW_UP.pack(work.priority, len(terms)) + terms + (work.payload or b"")
+    options = options_of(work)
+    return _FOLLOW_UP.pack(work.priority, len(options)) + options + (work.payload or b"")
 
 
 def decode_events(queue: str, message: bytes) -> Iterator[Event]:

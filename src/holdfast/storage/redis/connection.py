@@ -59,7 +59,7 @@ class ServerError(Exception):
         return str(self).split(" ", 1)[0]
 
 
-class Link(Protocol):
+class RawConnection(Protocol):
     """A redis-py connection, as `servers` makes it: what redis-py sets up, and we read and write."""
 
     async def connect(self) -> None: ...
@@ -78,7 +78,7 @@ def packed(args: tuple[Argument, ...]) -> bytes:
     return pack(args)
 
 
-class Feed(asyncio.Protocol):
+class ReplyParser(asyncio.Protocol):
     """Takes over a connection: replies go to `take` as they arrive."""
 
     def __init__(self, take: Deliver, lost: Callable[[str], None]) -> None:
@@ -98,7 +98,7 @@ class Feed(asyncio.Protocol):
         self._lost("the connection was closed" if exc is None else f"{type(exc).__name__}: {exc}")
 
 
-class Request:
+class PendingCommand:
     """A command on its way."""
 
     __slots__ = ("args", "deadline", "deliver", "library", "sent_at", "tries", "unloadable")
@@ -126,17 +126,17 @@ class Request:
             deliver(reply)
 
 
-class Wire:
+class ServerConnection:
     """A connection that mends itself. `connect` gives a fresh link; it is asked again after every break, so it may
     look up where the server is now."""
 
-    def __init__(self, name: str, connect: Callable[[], Awaitable[Link]]) -> None:
+    def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
         self.name = name
         self._connect = connect
         self._loop = asyncio.get_running_loop()
-        self._link: Link | None = None
+        self._link: RawConnection | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._pending: deque[Request] = deque()
+        self._pending: deque[PendingCommand] = deque()
         """Without a reply, in the order in which they go out. If there is a transport, all of them have been sent."""
         self._connecting: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -151,7 +151,7 @@ class Wire:
         if self._closed:
             self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
-        request = Request(args, deadline, deliver, library)
+        request = PendingCommand(args, deadline, deliver, library)
         self._pending.append(request)
         if self._transport is not None:
             self._write(self._transport, request)
@@ -186,7 +186,7 @@ class Wire:
         self._drop()
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))
 
-    def _write(self, transport: asyncio.WriteTransport, request: Request) -> None:
+    def _write(self, transport: asyncio.WriteTransport, request: PendingCommand) -> None:
         request.sent_at = self._loop.time()
         transport.write(packed(request.args))
 
@@ -216,14 +216,14 @@ class Wire:
         finally:
             self._connecting = None
 
-    def _begin(self, link: Link) -> None:
-        feed = Feed(lambda reply: self._take(link, reply), lambda trouble: self._lost(link, trouble))
+    def _begin(self, link: RawConnection) -> None:
+        feed = ReplyParser(lambda reply: self._take(link, reply), lambda trouble: self._lost(link, trouble))
         self._link, self._transport = link, link.attach(feed)
         self._pending = deque(request for request in self._pending if request.deliver is not None)
         for request in self._pending:
             self._write(self._transport, request)
 
-    def _take(self, link: Link, reply: Reply) -> None:
+    def _take(self, link: RawConnection, reply: Reply) -> None:
         """The reply to the oldest request."""
         if link is not self._link:
             return  # What still arrives on a link that was given up.
@@ -240,7 +240,7 @@ class Wire:
         self._pause = BACKOFF_S[0]
         self._pending.popleft().answer(reply)
 
-    def _load(self, request: Request) -> None:
+    def _load(self, request: PendingCommand) -> None:
         """The server does not know the library (any more): send its text, and the request again. A server that does
         not take it (it is full, or this user may not) gets the whole of it as a script, with every call."""
         assert self._transport is not None
@@ -251,14 +251,14 @@ class Wire:
             request.args = ("EVAL", request.library.script(name), *request.args[2:])
         else:
             load = ("FUNCTION", "LOAD", request.library.text)
-            self._put(self._transport, Request(load, request.deadline, request.note_load, None))
+            self._put(self._transport, PendingCommand(load, request.deadline, request.note_load, None))
         self._put(self._transport, request)
 
-    def _put(self, transport: asyncio.WriteTransport, request: Request) -> None:
+    def _put(self, transport: asyncio.WriteTransport, request: PendingCommand) -> None:
         self._pending.append(request)
         self._write(transport, request)
 
-    def _lost(self, link: Link, trouble: str) -> None:
+    def _lost(self, link: RawConnection, trouble: str) -> None:
         """A link is of no use any more. What has no reply is sent again on the next, after a pause."""
         if link is not self._link:
             return
@@ -295,7 +295,7 @@ class Wire:
         if self._pending:
             self._watch = self._loop.call_later(WATCH_S, self._look)
 
-    def _is_late(self, request: Request, now: float) -> bool:
+    def _is_late(self, request: PendingCommand, now: float) -> bool:
         """Has it waited too long for an answer? Half of the time that it has is left for another connection."""
         patience_s = max((request.deadline - request.sent_at) / 2, LEAST_REPLY_S)
         return now - request.sent_at > min(REPLY_S, patience_s)

@@ -16,7 +16,16 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
-from holdfast.storage.redis.connection import BACKOFF_S, REPLY_S, Argument, Feed, Link, Reply, ServerError, packed
+from holdfast.storage.redis.connection import (
+    BACKOFF_S,
+    REPLY_S,
+    Argument,
+    RawConnection,
+    Reply,
+    ReplyParser,
+    ServerError,
+    packed,
+)
 from holdfast.storage.redis.topology import Servers
 
 log = logging.getLogger("holdfast.redis")
@@ -32,7 +41,7 @@ for all."""
 _TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError, ServerError)
 
 
-class Ear:
+class PubSubListener:
     """One connection that only listens to channels of one server."""
 
     def __init__(self, servers: Servers, hear: Callable[[str, bytes], None], lost: Callable[[], None]) -> None:
@@ -43,7 +52,7 @@ class Ear:
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
         self._transport: asyncio.WriteTransport | None = None
-        self._link: Link | None = None
+        self._link: RawConnection | None = None
         """Kept, because it closes its transport when nobody keeps it."""
         self._heard_at = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -109,7 +118,7 @@ class Ear:
             finally:
                 self._end()
 
-    def _begin(self, link: Link, ended: asyncio.Future[Exception]) -> None:
+    def _begin(self, link: RawConnection, ended: asyncio.Future[Exception]) -> None:
         """Take a connection over, and subscribe to everything on it."""
         self._transport = link.attach(_feed(self._take, ended))
         self._link = link
@@ -160,7 +169,7 @@ class Ear:
                 raise LinkError("the server took a channel away")  # Its slot moves to another node.
 
 
-class Bell:
+class WakeTokenListener:
     """The wake token: at most one a queue, taken by one waiting worker at a time. Blocks on a connection of its own,
     which never moves a job: a lost token costs one look.
 
@@ -231,7 +240,7 @@ class Bell:
             pause = BACKOFF_S[0] if loop.time() - began > BLOCK_S else min(2 * pause, BACKOFF_S[1])
             await asyncio.sleep(pause * random.uniform(0.5, 1))
 
-    async def _wait_on(self, link: Link) -> None:
+    async def _wait_on(self, link: RawConnection) -> None:
         """Take tokens on this connection, until it is of no more use."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Exception] = loop.create_future()
@@ -294,7 +303,7 @@ class Bell:
             self._resting = loop.call_later(REST_S, self._wait)
 
 
-def _feed(take: Callable[[Reply], None], ended: asyncio.Future[Exception]) -> Feed:
+def _feed(take: Callable[[Reply], None], ended: asyncio.Future[Exception]) -> ReplyParser:
     """Takes a connection over. `ended` says when and why it is of no more use."""
 
     def end(error: Exception) -> None:
@@ -307,4 +316,4 @@ def _feed(take: Callable[[Reply], None], ended: asyncio.Future[Exception]) -> Fe
         except _TROUBLE as error:
             end(error)
 
-    return Feed(taking, lambda trouble: end(LinkError(trouble)))
+    return ReplyParser(taking, lambda trouble: end(LinkError(trouble)))

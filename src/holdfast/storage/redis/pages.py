@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast._core import lifecycle
 from holdfast._core.jobs import Job, State
 from holdfast.errors import OptionError
-from holdfast.storage.local.table import Key, Place
+from holdfast.storage.local.table import Place, SortKey
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import UNREADABLE, arrival_of, decode_job, decode_run, waiting_member
 from holdfast.storage.validation import clean_id
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
         return State.WAITING if self.waits else State(self.where[1:])
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SortKey:
         """Where it stands, in the words of `table.index_of`."""
         return (-int(self.where[2:]), self.score, arrival_of(self.member)) if self.waits else (self.score,)
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast._core.jobs import FINISHED, Facts, QueueStats, State, WorkerStats
+from holdfast._core.jobs import FINISHED, QueueStats, State, WorkerFacts, WorkerInfo
 from holdfast.storage.local.reading import served_by
 from holdfast.storage.redis.codec import KINDS
 from holdfast.storage.redis.connection import Reply
 
-_decode_facts = msgspec.msgpack.Decoder(Facts).decode
+_decode_facts = msgspec.msgpack.Decoder(WorkerFacts).decode
 
 
-def worker_stats(flat: list[bytes], now: int) -> list[WorkerStats]:
-    workers: list[WorkerStats] = []
+def worker_stats(flat: list[bytes], now: int) -> list[WorkerInfo]:
+    workers: list[WorkerInfo] = []
     for name, packed in zip(flat[::2], flat[1::2], strict=True):
         beat_at, expires_at = int.from_bytes(packed[:8], "little"), int.from_bytes(packed[8:16], "little")
         try:
@@ -23,11 +23,11 @@ def worker_stats(flat: list[bytes], now: int) -> list[WorkerStats]:
         except msgspec.DecodeError:
             continue
         if expires_at > now:
-            workers.append(WorkerStats(name.decode(), facts, beat_at, expires_at, packed[16] == 1))
+            workers.append(WorkerInfo(name.decode(), facts, beat_at, expires_at, packed[16] == 1))
     return workers
 
 
-def queue_stats(queue: str, reply: Reply, workers: Sequence[WorkerStats]) -> QueueStats:
+def queue_stats(queue: str, reply: Reply, workers: Sequence[WorkerInfo]) -> QueueStats:
     now, ready, scheduled, oldest, sizes, past, retrying, deferred, paused, reason, totals = reply[:11]
     finished = {state: sizes[at] - past[at] for at, state in enumerate(list(State)[1:]) if state in FINISHED}
     return QueueStats(

@@ -22,7 +22,16 @@ from redis.exceptions import ConnectionError as LinkError
 from redis.exceptions import RedisError
 
 from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
-from holdfast.storage.redis.connection import NOTHING, Argument, Link, Reply, ServerError, Wire, new_reader, packed
+from holdfast.storage.redis.connection import (
+    NOTHING,
+    Argument,
+    RawConnection,
+    Reply,
+    ServerConnection,
+    ServerError,
+    new_reader,
+    packed,
+)
 from holdfast.storage.redis.script import Library
 
 CONNECT_S = 5.0
@@ -34,7 +43,7 @@ OURS = ("timeout", "eviction")
 """Options of a URL that are Holdfast's own; all others are redis-py's."""
 
 
-class _Line:
+class _TakeoverMixin:
     """What a redis-py connection lacks for our use: to write without waiting, to read whatever comes next, and to be
     taken over once it is open."""
 
@@ -64,7 +73,7 @@ class _Line:
         return transport
 
 
-def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> Link:
+def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> RawConnection:
     """A connection of redis-py, not open yet: replies undecoded, no retries, no read time-outs of its own."""
     ours: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
@@ -79,11 +88,11 @@ def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> Link:
     }
     if not issubclass(kind, Connection):
         del ours["socket_keepalive"]
-    line = type("Line", (_Line, kind), {})
-    return cast(Link, line(**{**options, **ours}))
+    line = type("Line", (_TakeoverMixin, kind), {})
+    return cast(RawConnection, line(**{**options, **ours}))
 
 
-async def _opened(link: Link) -> Link:
+async def _opened(link: RawConnection) -> RawConnection:
     try:
         async with asyncio.timeout(CONNECT_S):
             await link.connect()
@@ -93,7 +102,7 @@ async def _opened(link: Link) -> Link:
     return link
 
 
-class Gone(HoldfastError):
+class NodeLeft(HoldfastError):
     """A node of a cluster has left the map while something waited for it."""
 
 
@@ -104,15 +113,15 @@ class Servers(Protocol):
     clustered: bool
     database: int
 
-    def twin(self) -> Self:
+    def clone(self) -> Self:
         """The same servers for another event loop: nothing that belongs to a loop is shared."""
         ...
 
-    def wire(self, key: str) -> Wire:
+    def wire(self, key: str) -> ServerConnection:
         """The connection to whoever has this key."""
         ...
 
-    async def link(self, key: str) -> Link:
+    async def link(self, key: str) -> RawConnection:
         """A new connection of its own to whoever has this key."""
         ...
 
@@ -141,19 +150,19 @@ class OneServer:
         """What must live for as long as we do: a sentinel's pool, which its connections know only weakly."""
         self.owned: list[Redis] = []
         """Clients that were made on the way, to be closed with us."""
-        self._wire: Wire | None = None
+        self._wire: ServerConnection | None = None
 
-    def twin(self) -> OneServer:
+    def clone(self) -> OneServer:
         if isinstance(self._keeper, Redis) and isinstance(self._keeper.connection_pool, SentinelConnectionPool):
             return _of_sentinels(self._keeper.connection_pool, self.name)
         return OneServer(self.name, self._kind, self._options)
 
-    def wire(self, key: str) -> Wire:
+    def wire(self, key: str) -> ServerConnection:
         if self._wire is None:
-            self._wire = Wire(self.name, lambda: self.link(key))
+            self._wire = ServerConnection(self.name, lambda: self.link(key))
         return self._wire
 
-    async def link(self, key: str) -> Link:
+    async def link(self, key: str) -> RawConnection:
         return await _opened(_link(self._kind, self._options))
 
     def place(self, key: str) -> object:
@@ -170,7 +179,7 @@ class OneServer:
             await client.aclose()
 
 
-Address = tuple[str, int]
+NodeAddress = tuple[str, int]
 
 
 class ClusterServers:
@@ -179,23 +188,23 @@ class ClusterServers:
     clustered = True
     database = 0
 
-    def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], seeds: list[Address]):
+    def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], seeds: list[NodeAddress]):
         self.name = name
         self._kind = kind
         self._options = options
         self._seeds = seeds
-        self._slots: list[tuple[int, int, Address]] = []
-        self._wires: dict[Address, Wire] = {}
+        self._slots: list[tuple[int, int, NodeAddress]] = []
+        self._wires: dict[NodeAddress, ServerConnection] = {}
         self._refreshing: asyncio.Future[None] | None = None
         self._refreshed_at = 0.0
 
-    def twin(self) -> ClusterServers:
+    def clone(self) -> ClusterServers:
         return ClusterServers(self.name, self._kind, self._options, self._seeds)
 
-    def wire(self, key: str) -> Wire:
+    def wire(self, key: str) -> ServerConnection:
         return self._wire_to(self._address(key))
 
-    async def link(self, key: str) -> Link:
+    async def link(self, key: str) -> RawConnection:
         if not self._slots:
             await self._refresh()
         return await self._link_to(self._address(key))
@@ -204,7 +213,7 @@ class ClusterServers:
         return self._address(key)
 
     async def ask(
-        self, address: Address, args: tuple[Argument, ...], deadline: float, library: Library | None
+        self, address: NodeAddress, args: tuple[Argument, ...], deadline: float, library: Library | None
     ) -> Reply:
         """Send a command to the node that a slot is being moved to."""
         wire = self._wire_to(address)
@@ -232,29 +241,29 @@ class ClusterServers:
         for wire in wires.values():
             await wire.close()
 
-    def _address(self, key: str) -> Address:
+    def _address(self, key: str) -> NodeAddress:
         slot = key_slot(key.encode())
         for first, last, address in self._slots:
             if first <= slot <= last:
                 return address
         return self._seeds[0]
 
-    def _wire_to(self, address: Address) -> Wire:
+    def _wire_to(self, address: NodeAddress) -> ServerConnection:
         if address not in self._wires:
-            self._wires[address] = Wire(f"{address[0]}:{address[1]}", lambda: self._link_or_gone(address))
+            self._wires[address] = ServerConnection(f"{address[0]}:{address[1]}", lambda: self._link_or_gone(address))
         return self._wires[address]
 
-    async def _link_or_gone(self, address: Address) -> Link:
+    async def _link_or_gone(self, address: NodeAddress) -> RawConnection:
         """A link to a node; if there is none to be had, see whether another has taken its place."""
         try:
             return await self._link_to(address)
         except (RedisError, OSError, TimeoutError):
             await self._refresh()
             if address not in {known for *_, known in self._slots}:
-                raise Gone(f"{address[0]}:{address[1]} is no node of the cluster any more") from None
+                raise NodeLeft(f"{address[0]}:{address[1]} is no node of the cluster any more") from None
             raise
 
-    async def _link_to(self, address: Address) -> Link:
+    async def _link_to(self, address: NodeAddress) -> RawConnection:
         return await _opened(_link(self._kind, {**self._options, "host": address[0], "port": address[1]}))
 
     async def _refresh(self) -> None:
@@ -280,16 +289,16 @@ class ClusterServers:
         raise LinkError(f"no node of {self.name} told where the slots are ({trouble})")
 
 
-def _slots(reply: list[Any], asked: Address) -> list[tuple[int, int, Address]]:
+def _slots(reply: list[Any], asked: NodeAddress) -> list[tuple[int, int, NodeAddress]]:
     """The ranges of CLUSTER SLOTS and their masters. A node that does not know its own name is the one asked."""
-    slots: list[tuple[int, int, Address]] = []
+    slots: list[tuple[int, int, NodeAddress]] = []
     for first, last, master, *_ in reply:
         host = master[0].decode() if master[0] else asked[0]
         slots.append((first, last, (host or asked[0], master[1])))
     return slots
 
 
-def address_in(error: ServerError) -> Address:
+def address_in(error: ServerError) -> NodeAddress:
     """The node that an ASK or MOVED names."""
     host, _, port = str(error).rsplit(" ", 1)[-1].rpartition(":")
     return host, int(port)
@@ -341,13 +350,13 @@ def _find(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
     return OneServer(shown, kind, options), ours
 
 
-def _address(text: str, port: int) -> Address:
+def _address(text: str, port: int) -> NodeAddress:
     parts = urlsplit(f"//{text}")
     return unquote(parts.hostname or "localhost"), parts.port or port
 
 
 def _behind_sentinels(
-    shown: str, service: str, addresses: list[Address], kind: type[AbstractConnection], options: dict[str, Any]
+    shown: str, service: str, addresses: list[NodeAddress], kind: type[AbstractConnection], options: dict[str, Any]
 ) -> OneServer:
     asking = {"socket_connect_timeout": CONNECT_S, "socket_timeout": CONNECT_S}
     credentials = {name: options[name] for name in ("sentinel_username", "sentinel_password") if name in options}

@@ -20,14 +20,14 @@ from typing import Self, TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event, Events, Topic
-from holdfast._core.jobs import About, Enqueued, Request
+from holdfast._core.jobs import Enqueued, Request, StorageInfo
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.base import LocalStorage
 from holdfast.storage.local.engine import Engine
 from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import guest
-from holdfast.storage.local.sqlite.connection import BUSY_S, Lane, as_holdfast_error, is_busy
+from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, as_holdfast_error, is_busy
 from holdfast.storage.local.sqlite.table import SqliteTable
 
 LAYOUT = 1
@@ -65,14 +65,14 @@ class SqliteStorage(LocalStorage):
         if self._synchronous not in SYNCHRONOUS:
             raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
         self._says_where = logging.INFO
-        self._ear: notify.Ear | notify.Poll | None = None
-        self._mouth = notify.Mouth()
+        self._ear: notify.NotifyReceiver | notify.FilePoller | None = None
+        self._mouth = notify.NotifySender()
         self._heard: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
 
-    async def about(self) -> About:
+    async def about(self) -> StorageInfo:
         keeps = KEEPS[self._synchronous]
         size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
         facts = {
@@ -84,27 +84,27 @@ class SqliteStorage(LocalStorage):
         }
         problem = await asyncio.to_thread(_quick_check, self.path)
         warnings = [] if problem is None else [f"the file is damaged: {problem}. Restore it from a backup"]
-        return About(f"SQLite file {self.path}", self._clock.now_us(), keeps, facts, warnings)
+        return StorageInfo(f"SQLite file {self.path}", self._clock.now_us(), keeps, facts, warnings)
 
-    def twin(self) -> SqliteStorage:
-        twin = SqliteStorage(
+    def clone(self) -> SqliteStorage:
+        clone = SqliteStorage(
             self.path,
             namespace=self.namespace,
             synchronous=self._synchronous,
             clock=self._clock,
             max_payload=self._max_payload,
         )
-        twin._says_where = logging.DEBUG  # It was said once.
-        return twin
+        clone._says_where = logging.DEBUG  # It was said once.
+        return clone
 
     async def __aenter__(self) -> Self:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
-        lanes: list[Lane] = []
+        lanes: list[ConnectionThread] = []
         try:
             for told, waits in ((self._tell, waits_for_disk), (None, True)):
-                lanes.append(Lane(self.path, self._connect, told, waits_for_disk=waits))
+                lanes.append(ConnectionThread(self.path, self._connect, told, waits_for_disk=waits))
                 await lanes[-1].open()
         except BaseException:  # Cancelled, too: a thread must not be left behind.
             for lane in lanes:
@@ -123,7 +123,7 @@ class SqliteStorage(LocalStorage):
         ear, self._ear = self._ear, None
         self._heard.clear()
         try:
-            if isinstance(ear, notify.Ear):
+            if isinstance(ear, notify.NotifyReceiver):
                 address = ear.address
                 await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
         finally:
@@ -154,26 +154,26 @@ class SqliteStorage(LocalStorage):
         return [*replies]
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _Listening(self, super()._subscribe(topics), topics)
+        return _FileSubscription(self, super()._subscribe(topics), topics)
 
     async def listen(self, topics: Sequence[Topic]) -> None:
         """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""
         wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._heard
         if self._ear is None:
             self._ear = self._open_ear()
-        if isinstance(self._ear, notify.Ear) and wanted:
+        if isinstance(self._ear, notify.NotifyReceiver) and wanted:
             rows = [(self._ear.address, queue, only) for queue, only in wanted]
             await self._writer.call(lambda _: self._writer.table.add_listeners(rows), writes=True)
         self._heard |= wanted
 
-    def _open_ear(self) -> notify.Ear | notify.Poll:
+    def _open_ear(self) -> notify.NotifyReceiver | notify.FilePoller:
         try:
-            return notify.Ear(self.path, self._hear)
+            return notify.NotifyReceiver(self.path, self._hear)
         except (OSError, AttributeError) as error:
             log.warning(
                 "no socket beside %s (%s): looking every %.0f ms instead", self.path, error, 1000 * notify.POLL_S
             )
-            return notify.Poll(self.path, self._hub.poke)
+            return notify.FilePoller(self.path, self._hub.poke)
 
     def _hear(self, namespace: str, events: Sequence[Event]) -> None:
         if namespace == self.namespace:
@@ -182,7 +182,7 @@ class SqliteStorage(LocalStorage):
     def _tell(self, table: SqliteTable) -> None:
         """After a commit, on the lane's thread: tell this process, and those that listen in others."""
         self._hub.publish(table.events)
-        own = self._ear.address if isinstance(self._ear, notify.Ear) else None
+        own = self._ear.address if isinstance(self._ear, notify.NotifyReceiver) else None
         for address, queue, only in table.listeners:
             if address == own or address in table.gone:
                 continue
@@ -227,7 +227,7 @@ class SqliteStorage(LocalStorage):
         return db
 
 
-class _Listening:
+class _FileSubscription:
     """A subscription that other processes are asked to feed, too."""
 
     def __init__(

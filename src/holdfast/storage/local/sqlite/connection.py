@@ -24,7 +24,7 @@ from holdfast.storage.local.sqlite.table import SqliteTable
 
 MAX_GROUP = 100
 """Calls that share one transaction."""
-MAX_ITEMS_HERE = 16
+MAX_INLINE_ITEMS = 16
 """A call with more items than this is never run on its caller's thread."""
 CHECKPOINT_EVERY = 1000
 """Pages, roughly, that the log may grow by before they are moved into the file."""
@@ -51,7 +51,7 @@ class _Call(Generic[T]):
         self.future: asyncio.Future[T] = self.loop.create_future()
 
 
-class Lane:
+class ConnectionThread:
     """Runs verbs on its connection, one transaction at a time. `connect` opens the table on the lane's thread;
     `committed` is told after each write. With `waits_for_disk`, every call goes to the thread."""
 
@@ -90,7 +90,7 @@ class Lane:
         with self._gate:
             alone = self._pending == 0
             self._pending += 1
-        here = alone and items <= MAX_ITEMS_HERE and self._since_checkpoint < CHECKPOINT_EVERY
+        here = alone and items <= MAX_INLINE_ITEMS and self._since_checkpoint < CHECKPOINT_EVERY
         if not here or self._waits_for_disk or not self._run_here(call):
             self._calls.put(call)
             return await call.future

@@ -1,7 +1,7 @@
 """Hints between processes on one SQLite file: each process that listens has a datagram socket beside the file.
 
 Whoever commits sends what happened to the sockets registered for it. A datagram may be lost (a full buffer, a process
-just gone): it is a hint. Where there are no Unix sockets, `Poll` looks at the file's version instead.
+just gone): it is a hint. Where there are no Unix sockets, `FilePoller` looks at the file's version instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast._core.events import Event, Kind
+from holdfast._core.events import Event, EventKind
 from holdfast.storage.validation import clean_id, id_bytes
 
 MAX_ADDRESS_BYTES = 100
@@ -28,10 +28,10 @@ EVENTS_PER_DATAGRAM = 100
 POLL_S = 0.02
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[Kind, str, bytes, int, int]]]).decode
+_decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[EventKind, str, bytes, int, int]]]).decode
 
 
-class Ear:
+class NotifyReceiver:
     """This process's socket, and the thread that reads it."""
 
     def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
@@ -65,7 +65,7 @@ class Ear:
         Path(self.address).unlink(missing_ok=True)
 
 
-class Mouth:
+class NotifySender:
     """What a process speaks through."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Mouth:
             self._socket = None
 
 
-class Poll:
+class FilePoller:
     """The fallback: look whether the file has changed, and tell everyone to look."""
 
     def __init__(self, path: Path, poke: Callable[[], None]) -> None:

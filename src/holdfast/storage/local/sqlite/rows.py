@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast._core.jobs import At, Count, Job, Limit, Ms, Outcome, Run, State, Work
+from holdfast._core.jobs import At, Count, Job, Limit, Ms, Outcome, State, StoredLease, Work
 from holdfast.storage.local.table import index_of, view_of
 from holdfast.storage.validation import clean_id
 
@@ -21,13 +21,13 @@ class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     generation: At
     wall_at: At
-    named: bool
+    custom_id: bool
     attempts: Count
     retries: Count
     stalls: Count
     timeouts: Count
     error: bytes | None
-    run: Run | None
+    run: StoredLease | None
     outcome: Outcome | None
     previous: Outcome | None
     keep_ms: Ms | None
@@ -54,7 +54,7 @@ def rest_of(job: Job) -> bytes:
         (
             job.generation,
             job.wall_at,
-            job.named,
+            job.custom_id,
             job.attempts,
             job.retries,
             job.stalls,
@@ -102,7 +102,7 @@ def job_of(row: Row) -> Job:
         run_at,
         arrival,
         rest.wall_at,
-        rest.named,
+        rest.custom_id,
         rest.attempts,
         rest.retries,
         rest.stalls,

@@ -16,10 +16,20 @@ import msgspec
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
-from holdfast._core.events import Event, Kind
-from holdfast._core.jobs import LIVE, PRIORITIES, Job, State, WorkerStats
+from holdfast._core.events import Event, EventKind
+from holdfast._core.jobs import LIVE, PRIORITIES, Job, State, WorkerInfo
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
-from holdfast.storage.local.table import Change, Found, Key, Ledger, Place, count, index_of, newest_stamp, view_of
+from holdfast.storage.local.table import (
+    Change,
+    Found,
+    Place,
+    QueueMeta,
+    SortKey,
+    count,
+    index_of,
+    newest_stamp,
+    view_of,
+)
 from holdfast.storage.validation import clean_id, id_bytes
 
 T = TypeVar("T")
@@ -87,8 +97,8 @@ _PAGE_WAITING = (
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_ledger = msgspec.msgpack.Decoder(Ledger).decode
-_decode_worker = msgspec.msgpack.Decoder(WorkerStats).decode
+_decode_ledger = msgspec.msgpack.Decoder(QueueMeta).decode
+_decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
 
 
 class SqliteTable:
@@ -99,7 +109,7 @@ class SqliteTable:
         self._namespace = namespace
         self._clock = clock
         self._numbers: dict[str, int] = {}
-        self._ledgers: dict[str, Ledger] = {}
+        self._ledgers: dict[str, QueueMeta] = {}
         self._dirty: set[str] = set()
         self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
         self._data_version = -1
@@ -142,7 +152,7 @@ class SqliteTable:
         self._dirty.clear()
         self._data_version = -1
 
-    def ledger(self, queue: str) -> Ledger | None:
+    def ledger(self, queue: str) -> QueueMeta | None:
         ledger = self._ledgers.get(queue)
         if ledger is None:
             row = self._db.execute(
@@ -158,7 +168,7 @@ class SqliteTable:
             self._ledgers[queue] = ledger
         return ledger
 
-    def _rebuilt_ledger(self, queue: str) -> Ledger:
+    def _rebuilt_ledger(self, queue: str) -> QueueMeta:
         """A ledger that cannot be read is made anew from all the records. The audit reports it until it is repaired."""
         number = self._numbers[queue]
         rows = self._db.execute(f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
@@ -167,12 +177,12 @@ class SqliteTable:
         counts = self.tally(queue)
         live = counts.get(State.WAITING, 0) + counts.get(State.RUNNING, 0)
         time = QueueTime(last_at=newest, last_stamp=newest)
-        return Ledger(time, counts, {Kind.ENQUEUED: live}, rebuilt=True)
+        return QueueMeta(time, counts, {EventKind.ENQUEUED: live}, rebuilt=True)
 
-    def open(self, queue: str) -> Ledger:
+    def open(self, queue: str) -> QueueMeta:
         ledger = self.ledger(queue)
         if ledger is None:
-            ledger = self._ledgers[queue] = Ledger()
+            ledger = self._ledgers[queue] = QueueMeta()
             ledger.time.last_stamp = self._floor()
             cursor = self._db.execute(
                 "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
@@ -288,7 +298,7 @@ class SqliteTable:
         if damaged is not None:
             ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
             if state in LIVE:
-                ledger.totals[Kind.FAILED] = ledger.totals.get(Kind.FAILED, 0) + 1
+                ledger.totals[EventKind.FAILED] = ledger.totals.get(EventKind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
@@ -360,7 +370,7 @@ class SqliteTable:
         last = rows[limit - 1]
         return jobs, (_key(state, last), last[0])
 
-    def _page_waiting(self, number: int, key: Key, limit: int) -> list[Row]:
+    def _page_waiting(self, number: int, key: SortKey, limit: int) -> list[Row]:
         rows: list[Row] = []
         first, run_at, arrival = (-key[0], key[1], key[2]) if key else (PRIORITIES[-1], -1, -1)
         for priority in range(first, -1, -1):
@@ -370,11 +380,11 @@ class SqliteTable:
             run_at = arrival = -1
         return rows
 
-    def workers(self) -> list[WorkerStats]:
+    def workers(self) -> list[WorkerInfo]:
         rows = self._db.execute("SELECT worker, stats FROM holdfast_workers WHERE namespace = ?", (self._namespace,))
         return [_worker_of(worker, stats) for worker, stats in rows]
 
-    def write_worker(self, worker: str, stats: WorkerStats | None) -> None:
+    def write_worker(self, worker: str, stats: WorkerInfo | None) -> None:
         if stats is None:
             self._db.execute(
                 "DELETE FROM holdfast_workers WHERE namespace = ? AND worker = ?", (self._namespace, worker)
@@ -399,7 +409,7 @@ class SqliteTable:
         return Found(job.id, job, job.payload, row[1], index_of(job)[1] if place == place_of(job) else place)
 
     def tally(self, queue: str) -> dict[str, int]:
-        counted = Ledger()
+        counted = QueueMeta()
         for state, view, n in self._db.execute(
             "SELECT state, view, count(*) FROM holdfast_jobs WHERE queue = ? GROUP BY state, view",
             (self._numbers[queue],),
@@ -429,17 +439,17 @@ def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
         yield rows[start : start + ROWS_A_STATEMENT]
 
 
-def _worker_of(worker: str, stats: bytes) -> WorkerStats:
+def _worker_of(worker: str, stats: bytes) -> WorkerInfo:
     """What a worker announced; if that cannot be read, a worker whose time is up."""
     try:
         return _decode_worker(stats)
     except UNREADABLE:
-        return WorkerStats(worker, {}, 0, 0, False)
+        return WorkerInfo(worker, {}, 0, 0, False)
 
 
 def _bytes(value: object) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
-def _key(state: State, row: Row) -> Key:
+def _key(state: State, row: Row) -> SortKey:
     return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)

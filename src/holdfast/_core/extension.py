@@ -1,0 +1,48 @@
+"""The extension of a record: optional fields, stored as tagged entries behind one flag.
+
+An entry is a tag and its bytes. Tags below `FIRST_WORK_TAG` describe the record and stay with its generation; tags from
+there on describe the work and travel with the payload: an update that takes the payload takes them too. A reader keeps
+entries whose tag it does not know. A record without entries stores nothing.
+
+Stored form of an entry: tag (1 byte), length (4 bytes, little-endian), value. Tags ascend.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+Tag = Annotated[int, msgspec.Meta(ge=1, le=255)]
+Extension = tuple[tuple[Tag, bytes], ...]
+
+FIRST_WORK_TAG = 128
+MAX_EXTENSION_BYTES = 65_536
+"""Limit of a packed extension."""
+
+_HEAD = struct.Struct("<BI")
+
+
+def pack_extension(entries: Extension) -> bytes:
+    """Return the stored form."""
+    return b"".join(part for tag, value in entries for part in (_HEAD.pack(tag, len(value)), value))
+
+
+def unpack_extension(data: bytes) -> Extension:
+    """Read the stored form. Raises ValueError for bytes that are not one."""
+    entries: list[tuple[int, bytes]] = []
+    at = 0
+    while at < len(data):
+        if len(data) - at < _HEAD.size:
+            raise ValueError("an entry of the extension is cut off")
+        tag, length = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        value = data[at : at + length]
+        at += length
+        if len(value) < length:
+            raise ValueError("an entry of the extension is cut off")
+        if tag <= (entries[-1][0] if entries else 0):
+            raise ValueError("the tags of an extension do not ascend")
+        entries.append((tag, value))
+    return tuple(entries)
