@@ -12,7 +12,8 @@ import sys
 import time
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, SettleResult, Work
+from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, Work
+from holdfast._core.replies import SettleResult
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage
 

@@ -8,24 +8,26 @@ from collections.abc import AsyncIterator
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import (
-    CancelResult,
     Complete,
-    Enqueued,
-    Extended,
     Fail,
     Job,
-    KeepResult,
     LeaseRef,
-    Problem,
-    QueueStats,
     Release,
     Request,
     RetrySettlement,
     Settlement,
-    SettleResult,
-    Swept,
     Update,
     Work,
+)
+from holdfast._core.replies import (
+    CancelResult,
+    Enqueued,
+    Extended,
+    KeepResult,
+    Problem,
+    QueueStats,
+    SettleResult,
+    Swept,
 )
 from holdfast.storage import Storage, audit
 

@@ -39,12 +39,12 @@ from holdfast._core.jobs import (
     Request,
     RetrySettlement,
     Settlement,
-    SettleResult,
     State,
     Update,
     Work,
 )
 from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
+from holdfast._core.replies import SettleResult
 from holdfast.storage import Storage, audit
 from tests.storage.harness import HARNESSES, Harness
 

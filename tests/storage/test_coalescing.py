@@ -16,19 +16,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import (
-    CancelResult,
-    Complete,
-    Enqueued,
-    Job,
-    Placed,
-    Request,
-    SettleResult,
-    Snapshot,
-    State,
-    Update,
-    Work,
-)
+from holdfast._core.jobs import Complete, Job, Request, State, Update, Work
+from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult, Snapshot
 from holdfast.errors import StorageFull
 from holdfast.storage import audit, connect
 from holdfast.storage.local.engine import Engine

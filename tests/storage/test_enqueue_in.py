@@ -18,7 +18,8 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Enqueued, Placed, Request, SettleResult, Update, Work
+from holdfast._core.jobs import Request, Update, Work
+from holdfast._core.replies import Enqueued, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage

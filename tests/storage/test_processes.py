@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import Complete, Placed, Request, SettleResult, State, Work
+from holdfast._core.jobs import Complete, Request, State, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import connection, notify

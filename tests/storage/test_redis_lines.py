@@ -15,8 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, KeepResult, Outcome, Placed, SettleResult, State, Update
+from holdfast._core.jobs import Job, Outcome, State, Update
 from holdfast._core.lifecycle import DAMAGED
+from holdfast._core.replies import KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew
 from holdfast.storage import audit
 from holdfast.storage.redis import RedisStorage

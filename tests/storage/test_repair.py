@@ -20,8 +20,9 @@ from msgspec.structs import replace
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Problem, Request, SettleResult, State, Update, Work
+from holdfast._core.jobs import Job, Next, Outcome, Request, State, Update, Work
 from holdfast._core.lifecycle import DAMAGED
+from holdfast._core.replies import Placed, Problem, SettleResult
 from holdfast.storage import audit
 from holdfast.storage.local.engine import REPAIR_PAGE
 from holdfast.storage.local.memory import MemoryStorage

@@ -12,7 +12,8 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import CancelResult, Placed, SettleResult, State, Swept
+from holdfast._core.jobs import State
+from holdfast._core.replies import CancelResult, Placed, SettleResult, Swept
 from holdfast.storage.subscriptions import EventBus
 from tests.storage.stage import Stage, heard
 

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Request, RetrySettlement, State, StoredLease, Work
+from holdfast._core.jobs import Job, Next, Outcome, Request, RetrySettlement, State, StoredLease, Work
 from holdfast._core.lifecycle import TRANSITIONS, Act, Answer, Phase
+from holdfast._core.replies import Placed
 
 NOW = 1_800_000_000_000_000
 DAY_US = 86_400_000_000

@@ -15,16 +15,12 @@ from msgspec.structs import replace
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import (
-    CancelResult,
     Complete,
-    Enqueued,
     Fail,
     Job,
-    KeepResult,
     LeaseRef,
     Next,
     Outcome,
-    Placed,
     Release,
     Request,
     RetrySettlement,
@@ -35,6 +31,7 @@ from holdfast._core.jobs import (
     Value,
     Work,
 )
+from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 
 RESULT_TTL_MS = 3_600_000
 """How long an outcome is remembered where nobody said otherwise."""

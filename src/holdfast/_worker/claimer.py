@@ -13,7 +13,8 @@ from typing import Any
 
 from holdfast._core.capacity import NEVER, Capacity, ClaimOrder
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
-from holdfast._core.jobs import Claim, Job
+from holdfast._core.jobs import Job
+from holdfast._core.replies import Claim
 from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S
 from holdfast.storage import Storage
 from holdfast.storage.validation import batches

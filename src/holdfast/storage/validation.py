@@ -24,8 +24,8 @@ from holdfast._core.jobs import (
     State,
     Value,
     Work,
-    WorkerFacts,
 )
+from holdfast._core.replies import WorkerFacts
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_ITEMS = 250

@@ -7,7 +7,8 @@ import msgspec
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import ENDS, STARTS, EventKind
-from holdfast._core.jobs import Job, Problem, State
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import Problem
 from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
 
 

@@ -1,48 +1,55 @@
 """The verbs, for storages whose atomic step is a Python function: memory and SQLite.
 
-Each method is one step: read the records, let the machine decide, write what changed. The storage wraps a step in its
-lock or transaction; nothing here knows which. `Table` is all that such a storage must provide.
+Each method of `Engine` is one step: read the records, let the lifecycle decide, write what changed. `LocalStorage`
+hands a verb to its `_step`, which takes a lock or begins a transaction. Such a storage provides `_step` and a `Table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import (
-    FINISHED,
+from holdfast._core.jobs import FINISHED, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.replies import (
     CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Fail,
-    Job,
     KeepResult,
-    LeaseRef,
     Page,
     Placed,
     Problem,
     QueueStats,
     Repaired,
-    Request,
-    Settlement,
     SettleResult,
     Snapshot,
-    State,
     Swept,
     WorkerCommands,
     WorkerFacts,
     WorkerInfo,
 )
+from holdfast.storage.base import Storage
 from holdfast.storage.local.audit import examine, recount
 from holdfast.storage.local.reading import as_read, listed, read_cursor, served_by, write_cursor
 from holdfast.storage.local.table import QueueMeta, Table
 from holdfast.storage.local.transaction import QueueTransaction
-from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
+from holdfast.storage.validation import (
+    FAILED_SUFFIX,
+    MAX_CALL_BYTES,
+    MAX_ITEMS,
+    MAX_SWEEP,
+    decode_cursor,
+    encode_cursor,
+    id_bytes,
+)
+
+T = TypeVar("T")
 
 SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
@@ -387,3 +394,69 @@ def _misplaced(job: Job, time: QueueTime) -> bool:
     if job.run is not None or job.outcome is not None:
         return True
     return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
+
+
+class LocalStorage(Storage):
+    """A storage whose verbs are methods of `Engine`. Memory and SQLite differ in how `_step` makes one atomic."""
+
+    @abstractmethod
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        """Run a verb as one atomic step. `items` says how many records it may touch."""
+
+    async def _look(self, verb: Callable[[Engine], T]) -> T:
+        """Run a verb that only reads, and may read many records."""
+        return await self._step(verb, writes=False)
+
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+        return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
+
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
+        return await self._step(
+            lambda engine: engine.claim(queue, limit, worker=worker, lease_ms=lease_ms), items=limit
+        )
+
+    async def _ready(self, queues: Sequence[str]) -> list[str]:
+        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
+
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
+        return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
+
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
+        return await self._step(
+            lambda engine: engine.extend(queue, leases, worker=worker, lease_ms=lease_ms), items=len(leases)
+        )
+
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+        return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
+
+    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
+
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
+        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
+
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
+        return await self._look(lambda engine: engine.scan(queue, state=state, after=after, limit=limit))
+
+    async def _snapshot(self) -> Snapshot:
+        return await self._look(lambda engine: engine.snapshot())
+
+    async def _pause(self, queue: str, paused: bool, reason: str) -> None:
+        await self._step(lambda engine: engine.pause(queue, paused, reason=reason))
+
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
+        return await self._step(lambda engine: engine.sweep(queue, limit, worker=worker), items=limit)
+
+    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
+        return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
+
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
+        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
+
+    async def _evict(self, worker: str) -> bool:
+        return await self._step(lambda engine: engine.evict(worker))
+
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
+        if dry_run:
+            return await self._look(lambda engine: engine.repair(queue, dry_run=True, cursor=cursor))
+        return await self._step(lambda engine: engine.repair(queue, dry_run=False, cursor=cursor), items=MAX_ITEMS)

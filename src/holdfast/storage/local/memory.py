@@ -14,11 +14,11 @@ from typing import Self, TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event
-from holdfast._core.jobs import PRIORITIES, Enqueued, Job, Request, State, StorageInfo, WorkerInfo
+from holdfast._core.jobs import PRIORITIES, Job, Request, State
+from holdfast._core.replies import Enqueued, StorageInfo, WorkerInfo
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.local.base import LocalStorage
-from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change, Found, Place, QueueMeta, SortKey, count, index_of, view_of
 from holdfast.storage.validation import id_bytes
 
@@ -258,7 +258,7 @@ class MemoryStorage(LocalStorage):
     def __repr__(self) -> str:
         return f"<MemoryStorage memory://{self.name}>"
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         with self._lock:
             home = self.table.home = self.table.home or os.getpid()
             if home != os.getpid():
@@ -268,21 +268,21 @@ class MemoryStorage(LocalStorage):
                 )
             self._opened += 1
             self._pid = home
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         with self._lock:
             self._opened -= 1
             if not self._opened:
                 self._pid = None
 
-    async def about(self) -> StorageInfo:
+    async def _about(self) -> StorageInfo:
         keeps = "nothing survives the end of this process"
         return StorageInfo(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
 
     def clone(self) -> Self:
         """Everything is shared but whether it is open."""
         clone = copy.copy(self)
+        clone.lazy, clone._opening = False, None
         clone._opened, clone._pid = 0, None
         return clone
 
@@ -292,9 +292,8 @@ class MemoryStorage(LocalStorage):
         )
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
-        self._check_open()
         with self._lock:
             result = verb(self._engine)
             events, self.table.events = self.table.events, []
-        self._hub.publish(events)
+        self._bus.publish(events)
         return result

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, State, WorkerInfo
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import WorkerInfo
 from holdfast.errors import OptionError
 from holdfast.storage.local.table import Place
 from holdfast.storage.validation import decode_cursor, encode_cursor

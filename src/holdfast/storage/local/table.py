@@ -9,7 +9,8 @@ import msgspec
 
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import Event
-from holdfast._core.jobs import Job, State, WorkerInfo
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import WorkerInfo
 
 VIEWS = ("retrying", "deferred")
 """What records are counted under besides their state."""

@@ -13,7 +13,8 @@ import msgspec
 
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import ENDS, STARTS, EventKind
-from holdfast._core.jobs import Job, Problem, Repaired, State
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
 from holdfast.storage.local.audit import examine
 from holdfast.storage.local.table import VIEWS, Found, view_of

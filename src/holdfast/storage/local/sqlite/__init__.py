@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, closing
 from importlib import resources
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event, Events, Topic
-from holdfast._core.jobs import Enqueued, Request, StorageInfo
+from holdfast._core.jobs import Request
+from holdfast._core.replies import Enqueued, StorageInfo
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.local.base import LocalStorage
-from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import guest
 from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, as_holdfast_error, is_busy
@@ -72,7 +72,7 @@ class SqliteStorage(LocalStorage):
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
 
-    async def about(self) -> StorageInfo:
+    async def _about(self) -> StorageInfo:
         keeps = KEEPS[self._synchronous]
         size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
         facts = {
@@ -97,7 +97,7 @@ class SqliteStorage(LocalStorage):
         clone._says_where = logging.DEBUG  # It was said once.
         return clone
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
@@ -112,13 +112,13 @@ class SqliteStorage(LocalStorage):
             raise
         self._writer, self._reader = lanes
         log.log(self._says_where, "jobs are in %s", self.path)
-        return await super().__aenter__()
-
-    async def __aexit__(self, *exc: object) -> None:
-        await super().__aexit__(*exc)
-        await asyncio.shield(self._close())
+        await super()._open()
 
     async def _close(self) -> None:
+        await super()._close()
+        await asyncio.shield(self._close_file())
+
+    async def _close_file(self) -> None:
         """Whoever is cancelled meanwhile leaves no thread behind: each is told to end before anything is waited for."""
         ear, self._ear = self._ear, None
         self._heard.clear()
@@ -136,11 +136,9 @@ class SqliteStorage(LocalStorage):
             self._mouth.close()
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
-        self._check_open()
         return await self._writer.call(verb, writes=writes, items=items)
 
     async def _look(self, verb: Callable[[Engine], T]) -> T:
-        self._check_open()
         return await self._reader.call(verb, writes=False)
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
@@ -173,15 +171,15 @@ class SqliteStorage(LocalStorage):
             log.warning(
                 "no socket beside %s (%s): looking every %.0f ms instead", self.path, error, 1000 * notify.POLL_S
             )
-            return notify.FilePoller(self.path, self._hub.poke)
+            return notify.FilePoller(self.path, self._bus.poke)
 
     def _hear(self, namespace: str, events: Sequence[Event]) -> None:
         if namespace == self.namespace:
-            self._hub.publish(events)
+            self._bus.publish(events)
 
     def _tell(self, table: SqliteTable) -> None:
         """After a commit, on the lane's thread: tell this process, and those that listen in others."""
-        self._hub.publish(table.events)
+        self._bus.publish(table.events)
         own = self._ear.address if isinstance(self._ear, notify.NotifyReceiver) else None
         for address, queue, only in table.listeners:
             if address == own or address in table.gone:
@@ -197,7 +195,7 @@ class SqliteStorage(LocalStorage):
         deadline = time.monotonic() + BUSY_S
         while True:
             try:
-                db = self._open()
+                db = self._open_file()
                 table = SqliteTable(db, self.namespace, self._clock)
                 return db, table, Engine(table, self._clock)
             except sqlite3.Error as error:
@@ -205,7 +203,7 @@ class SqliteStorage(LocalStorage):
                     raise as_holdfast_error(error, self.path) from error
                 time.sleep(0.005)
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_file(self) -> sqlite3.Connection:
         db = sqlite3.connect(
             self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
         )

@@ -17,7 +17,8 @@ import msgspec
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind
-from holdfast._core.jobs import LIVE, PRIORITIES, Job, State, WorkerInfo
+from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
+from holdfast._core.replies import WorkerInfo
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
 from holdfast.storage.local.table import (
     Change,
