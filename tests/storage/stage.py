@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, EventKind
+from holdfast._core.extension import Extension
 from holdfast._core.jobs import (
     Complete,
     Fail,
@@ -56,7 +57,7 @@ class Stage:
         run_at: int | None = None,
         custom_id: bool = True,
         keep: float = 0,
-        **work: int | str | None,
+        **work: int | str | Extension | None,
     ) -> Enqueued:
         """`update=None` keeps what is there; `work` are the other fields of Work, such as priority."""
         delay_ms = None if delay is None else round(delay * 1000)

@@ -3,6 +3,10 @@
 `TRANSITIONS` is the whole life as data; docs/machine.md is drawn from it and a test holds every function to it.
 A function takes the record as it is (None: there is none) and returns a `Step`: the record as it shall be, and what
 that means in the words of `EventKind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
+
+The extension of the work (`Work.extension`) travels with the payload, by the same rules; a completed record keeps it.
+The extension of the record (`Job.extension`) lives as long as its generation: claim, extend, keep and every settlement
+leave it, and whatever gives the record a new generation clears it (a restart, a promotion, an update, a merge).
 """
 
 from __future__ import annotations
@@ -218,6 +222,7 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+    """The update is a new generation, so it clears the record's extension, also where it keeps the work."""
     due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
     job = replace(
         _waited_for(job, request, time.last_at),
@@ -226,6 +231,7 @@ def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime,
         run_at=due.run_at,
         arrival=due.arrival,
         wall_at=due.wall_at,
+        extension=(),
     )
     if update.resets_counts:
         job = _reset_counts(job)
@@ -420,7 +426,8 @@ def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
 
 
 def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
-    """The job waits again, with the settlement applied; now what is in `next` is merged in by its rules."""
+    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules: it is a new
+    generation, so it clears the record's extension, also where it keeps the work."""
     back = replace(back, run=None)
     following = run.next
     if following is None:
@@ -438,6 +445,7 @@ def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTi
         run_at=due.run_at,
         arrival=due.arrival,
         wall_at=due.wall_at,
+        extension=(),
     )
     return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
 

@@ -85,8 +85,8 @@ class KeepResult(StrEnum):
 
 
 class Page(Value, frozen=True):
-    """Some jobs, without payloads and results, and without errors and progress of more than 4 KiB; `after` continues,
-    None at the end."""
+    """Some jobs, without payloads and results, and without errors, progress and entries of an extension of more than
+    4 KiB. `after` continues; None at the end."""
 
     jobs: list[Job]
     after: str | None

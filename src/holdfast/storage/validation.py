@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from holdfast._core.events import Topic
+from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, MAX_EXTENSION_BYTES, Extension, ascends, extension_size
 from holdfast._core.jobs import (
     MAX_MS,
     Complete,
@@ -205,6 +206,8 @@ def check_requests(queue: str, requests: Sequence[Request], max_bytes: int) -> N
             total += _check_size("payload", request.work.payload, max_bytes, request.id)
         elif request.update is None or request.update.payload:
             raise OptionError(f"job {request.id!r:.80} has no payload: only Update(payload=False) may do without")
+        if request.work.extension:
+            total += _check_extension(request.work.extension, request.id)
         if request.run_at is not None and request.delay_ms is not None:
             raise OptionError(f"job {request.id!r:.80} has both delay_ms and run_at: give one of them")
     _check_total(total, len(requests))
@@ -300,7 +303,25 @@ def _check_follow_up(queue: str, id: str, work: Work, max_bytes: int) -> int:
         raise OptionError(f"{queue} is a fail handler's queue: its own failures have no follow-up, they stay listed")
     if work.payload is None:
         raise OptionError(f"the follow-up of {id!r:.80} has no payload")
-    return _check_size("follow-up payload", work.payload, max_bytes, id)
+    size = _check_size("follow-up payload", work.payload, max_bytes, id)
+    return size + _check_extension(work.extension, id) if work.extension else size
+
+
+def _check_extension(entries: Extension, id: str) -> int:
+    """Return the packed size. A caller sets only the extension of the work: other tags belong to the record."""
+    if not ascends(entries, FIRST_WORK_TAG, LAST_TAG):
+        tags = ", ".join(str(tag) for tag, _ in entries[:10])
+        raise OptionError(
+            f"the extension of job {id!r:.80} has the tags {tags}:"
+            f" give each tag from {FIRST_WORK_TAG} to {LAST_TAG} at most once, in ascending order"
+        )
+    size = extension_size(entries)
+    if size > MAX_EXTENSION_BYTES:
+        raise OptionError(
+            f"the extension of job {id!r:.80} has {size} bytes, at most {MAX_EXTENSION_BYTES} are taken:"
+            " put large values into the payload"
+        )
+    return size
 
 
 def _check_size(what: str, value: bytes | None, max_bytes: int, id: str) -> int:

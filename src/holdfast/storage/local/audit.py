@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
+from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import ENDS, STARTS, EventKind
+from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, ascends, split_extension
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem
 from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
@@ -20,8 +21,11 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
         mended = lifecycle.damaged(found.id, found.payload, time.last_at)
         return Problem("garbled", queue, found.id, "the record cannot be read"), mended
     if job.run is not None and job.outcome is not None:
-        mended = msgspec.structs.replace(job, run=None)
+        mended = replace(job, run=None)
         return Problem("both", queue, found.id, "the record has a lease and an outcome"), mended
+    sorted_job = _with_sorted_extension(job)
+    if sorted_job is not job:
+        return Problem("extension", queue, found.id, "an entry of the extension is at the wrong place"), sorted_job
     index, key = index_of(job)
     if found.index is None:
         return Problem("unindexed", queue, found.id, f"the record is {index} but in no index"), job
@@ -34,6 +38,19 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
         time.last_stamp = newest
         return Problem("stamp", queue, found.id, detail), job
     return None, job
+
+
+def _with_sorted_extension(job: Job) -> Job:
+    """Return the job itself if the tags of its extensions ascend, and are those of the record or of the work; else with
+    each entry at its place. An entry of the record has no place in `next`, which is not a generation yet."""
+    run, following = job.run, None if job.run is None else job.run.next
+    if run is not None and following is not None and not ascends(following.work.extension, FIRST_WORK_TAG, LAST_TAG):
+        work = replace(following.work, extension=split_extension(following.work.extension)[1])
+        job = replace(job, run=replace(run, next=replace(following, work=work)))
+    if ascends(job.extension, 1, FIRST_WORK_TAG - 1) and ascends(job.work.extension, FIRST_WORK_TAG, LAST_TAG):
+        return job
+    of_job, of_work = split_extension((*job.extension, *job.work.extension))
+    return replace(job, work=replace(job.work, extension=of_work), extension=of_job)
 
 
 def recount(table: Table, queue: str, ledger: QueueMeta, dry_run: bool) -> list[Problem]:

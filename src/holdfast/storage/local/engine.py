@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
+from holdfast._core.extension import extension_size
 from holdfast._core.jobs import FINISHED, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast._core.replies import (
     CancelResult,
@@ -379,7 +380,8 @@ def _claim(books: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: i
     claimed: list[Job] = []
     size = 0
     for job in due:
-        size += len(job.work.payload or b"")
+        work = job.work
+        size += len(work.payload or b"") + (extension_size(work.extension) if work.extension else 0)
         if claimed and size > MAX_CALL_BYTES:
             break
         running = books.put(job.id, job, lifecycle.claim(job, worker, lease_ms, books.time))
