@@ -62,7 +62,7 @@ UNREACHED = {
     "_worker.processes.child_handle.ChildHandle._greeting#3": "a child that does not get as far as to greet",
     "_worker.processes.os_process.Process._until_the_group_is_gone#1": "a child left processes of its own behind",
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
-    "storage.base.Storage.__aexit__#2*": "the same",
+    "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._open_on_first_verb#*": "the same",
     "storage.base.Storage._subscribe_when_open#*": "the same",
     "storage.base.audit#2": "an audit of more than a page",

@@ -45,10 +45,10 @@ from holdfast._core.jobs import (
     Update,
     Work,
 )
-from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
 from holdfast._core.replies import SettleResult
 from holdfast.storage import Storage, audit
 from tests.storage.harness import HARNESSES, Harness
+from tools.transitions import TRANSITIONS, Act, Phase, phase_of
 
 IDS = ["a", "b", "c", "d:{\0é"]
 WORKERS = ["w1", "w2"]
@@ -172,8 +172,8 @@ class Agreement(RuleBasedStateMachine):
     def now_us(self) -> int:
         """The queue's time, which may be ahead of a clock that stepped back."""
         now = world.clock.now_us()
-        ledger = world.storages[0].table.ledger(self.queue)  # type: ignore[attr-defined]
-        return now if ledger is None else max(now + ledger.time.skew, ledger.time.last_at)
+        meta = world.storages[0].table.meta(self.queue)  # type: ignore[attr-defined]
+        return now if meta is None else max(now + meta.time.skew, meta.time.last_at)
 
     def hit(self, phase: Phase, act: Act) -> None:
         world.hits[phase, act] += 1

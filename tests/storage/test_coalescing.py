@@ -234,7 +234,7 @@ async def test_a_hint_that_cannot_be_sent_neither_fails_nor_repeats_what_was_com
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, trouble: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with closing(sqlite3.connect(storage.path, isolation_level=None)) as db:
-        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'all')", (f"{storage.path}-ear-gone",))
+        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'all')", (f"{storage.path}-notify-gone",))
     trouble(monkeypatch)
     assert (await enqueue(storage, "lone")).placed is Placed.NEW
     replies = await asyncio.gather(*(enqueue(storage, f"{n}") for n in range(10)))

@@ -594,7 +594,7 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
     saboteur.garble("f")
     before = await stage.stats()
     saboteur.command("SET", saboteur.key + ":ledger", ledger)
-    assert "ledger" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
+    assert "meta" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
     assert replace(await stage.stats(), totals={}) == replace(before, totals={})
     await repair(stage)
     assert await stage.complete(job) is SettleResult.OK

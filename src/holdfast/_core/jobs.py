@@ -147,9 +147,9 @@ class Job(Value, frozen=True):
     previous: Outcome | None = None
     """How the generation before this one ended, until its own forget time."""
     keep_ms: Ms | None = None
-    """How long to remember the end of this job, where someone asked while it was live."""
+    """How long to remember the end of this job, if `keep` was called while it was live."""
     keep_until_at: At = 0
-    """Someone waits: remember the end at least until here."""
+    """Remember the end at least until here, for a waiter."""
     extension: Extension = ()
     """Optional fields of this generation: tags below `FIRST_WORK_TAG`."""
 
@@ -198,7 +198,7 @@ _SORTED = bytes.maketrans(
 
 
 def new_id() -> str:
-    """An id that nobody else makes, and that sorts by the time it was made: 22 characters, 80 random bits."""
+    """Return a new unique id that sorts by the time it was made: 22 characters, 80 random bits."""
     bits = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(10)
     return binascii.b2a_base64(bits, newline=False).translate(_SORTED)[:22].decode()
 
@@ -230,11 +230,11 @@ class Request(Value, frozen=True):
     """None keeps what is there."""
     custom_id: bool = False
     keep_ms: Ms = 0
-    """Somebody will wait for the outcome: remember it for at least this long from now."""
+    """The caller will wait for the outcome: remember it for at least this long from now."""
 
 
 class Complete(Value, frozen=True, tag="complete"):
-    """The run did its work. With both lengths 0, and nobody waiting, the record is dropped."""
+    """The run did its work. With both lengths 0 and without a waiter, the record is dropped."""
 
     id: str
     fence: At
@@ -255,7 +255,7 @@ class Fail(Value, frozen=True, tag="fail"):
 
 
 class RetrySettlement(Value, frozen=True, tag="retry"):
-    """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
+    """The job is to run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
     stall without a delay it keeps its place."""
 
     id: str

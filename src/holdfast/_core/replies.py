@@ -69,7 +69,7 @@ class CancelResult(StrEnum):
 
     CANCELLED = "cancelled"
     ASKED = "asked"
-    """It runs; its worker is told at the next beat."""
+    """The job runs; its worker learns of the request with its next heartbeat."""
     FINISHED = "finished"
     MISSING = "missing"
 
@@ -123,7 +123,7 @@ class QueueStats(Value, frozen=True):
 
 
 WorkerFacts = dict[str, str | int | list[str]]
-"""What a worker says of itself."""
+"""Facts that a worker announces."""
 
 
 class WorkerInfo(Value, frozen=True):
@@ -151,11 +151,11 @@ class StorageInfo(Value, frozen=True):
     """What survives a kill, and a power cut."""
     facts: dict[str, str]
     warnings: list[str]
-    """What should be seen to."""
+    """What an operator should change."""
 
 
 class WorkerCommands(Value, frozen=True):
-    """What the storage has to tell a worker when it announces itself."""
+    """The commands for a worker, sent when it announces itself."""
 
     evict: bool
 

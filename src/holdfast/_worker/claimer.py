@@ -186,7 +186,7 @@ class Claimer:
                     for topic in topics:  # What came before we listened was heard by nobody.
                         self._fleet.wake(topic.queue)
                     self._changed.set()
-                    events.tell(self._hear)
+                    events.on_event(self._hear)
                     await asyncio.Event().wait()
             except Exception as error:
                 log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._worker, error)

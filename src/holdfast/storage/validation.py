@@ -1,7 +1,7 @@
-"""What every storage refuses, before anything is sent or changed. One place, so that all refuse alike.
+"""The checks of arguments that every storage makes before anything is sent or changed.
 
-Most of it is said by the types of the values themselves (_core/jobs.py): a batch is packed and read back against
-them, which costs less than looking at each field and leaves nothing out. What is written can so always be read.
+Most limits are in the types of the values themselves (_core/jobs.py): a batch is packed and read back against them,
+which costs less than looking at each field and leaves no field out. So a value that was stored can always be read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast._core.replies import WorkerFacts
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_ITEMS = 250
-"""Items in one call: a longer list is the caller's to cut."""
+"""Items in one call: the caller cuts a longer list."""
 MAX_CALL_BYTES = 1_048_576
 """Payload bytes that one call or reply carries, unless a single item is larger."""
 MAX_PAYLOAD_BYTES = 1_048_576
 """The default limit of a payload, a result or an error record."""
 MOST_PAYLOAD_BYTES = 536_870_912
-"""No storage takes more, whatever it is told."""
+"""Upper limit of `max_payload`."""
 MAX_FACTS_BYTES = 65_536
 MAX_PAGE = 200
 MAX_SWEEP = 100
@@ -253,7 +253,7 @@ def encode_cursor(key: tuple[int, ...], id: bytes) -> str:
 
 
 def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
-    """The place that a cursor names, in an index whose keys have so many places."""
+    """Return the place that a cursor names, in an index whose keys have `places` numbers."""
     try:
         *key, id = cursor.split(".")
         place = tuple(map(int, key)), bytes.fromhex(id)

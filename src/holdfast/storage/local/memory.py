@@ -1,6 +1,6 @@
 """Jobs in the memory of one process: a real storage, the tests' oracle, and what users' own tests run on.
 
-Indexes are sorted lists. `memory://name` is shared by everyone in the process who names it.
+Indexes are sorted lists. `memory://name` is shared by all who use that name in the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemoryQueue:
     """The records of one queue and the five indexes over them."""
 
     def __init__(self) -> None:
-        self.ledger = QueueMeta()
+        self.meta = QueueMeta()
         self.records: dict[bytes, Job] = {}
         self.indexes: dict[str, list[Place]] = {state: [] for state in State}
 
@@ -40,7 +40,7 @@ class MemoryQueue:
     def add(self, key: bytes, job: Job) -> None:
         self.records[key] = job
         self.place(key, job)
-        count(self.ledger, job.state, view_of(job), 1)
+        count(self.meta, job.state, view_of(job), 1)
 
     def displace(self, key: bytes, job: Job) -> None:
         index, at = index_of(job)
@@ -77,17 +77,17 @@ class MemoryTable:
         """The highest stamp of the queues that were dropped: none is given out twice."""
         self.events: list[Event] = []
         self.home: int | None = None
-        """The process that opened it first. What was forked from that has a copy, which nobody shares."""
+        """The process that opened it first. A forked process has a copy that it shares with no other."""
 
-    def ledger(self, queue: str) -> QueueMeta | None:
+    def meta(self, queue: str) -> QueueMeta | None:
         found = self._queues.get(queue)
-        return None if found is None else found.ledger
+        return None if found is None else found.meta
 
     def open(self, queue: str) -> QueueMeta:
         if queue not in self._queues:
             self._queues[queue] = MemoryQueue()
-            self._queues[queue].ledger.time.last_stamp = self._floor
-        return self._queues[queue].ledger
+            self._queues[queue].meta.time.last_stamp = self._floor
+        return self._queues[queue].meta
 
     def queues(self) -> list[str]:
         return list(self._queues)
@@ -116,18 +116,18 @@ class MemoryTable:
                     into.displace_everywhere(key)
                 else:
                     into.displace(key, change.before)
-                count(into.ledger, change.before.state, view_of(change.before), -1)
+                count(into.meta, change.before.state, view_of(change.before), -1)
             if change.after is not None:
                 into.add(key, change.after)
             else:
                 del into.records[key]
         self.events.extend(events)
 
-    def write_ledger(self, queue: str) -> None:
+    def write_meta(self, queue: str) -> None:
         pass
 
     def drop(self, queue: str) -> None:
-        self._floor = max(self._floor, self._queues.pop(queue).ledger.time.last_stamp)
+        self._floor = max(self._floor, self._queues.pop(queue).meta.time.last_stamp)
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         found: list[Job] = []
@@ -224,7 +224,7 @@ class MemoryTable:
                 if job is None:
                     strays.append(f"{index} names {key!r:.80}, which has no record")
                 elif index_of(job) != (index, at):
-                    strays.append(f"{index} names {key!r:.80}, which belongs into {index_of(job)[0]}")
+                    strays.append(f"{index} names {key!r:.80}, which belongs in {index_of(job)[0]}")
         return strays
 
     def rebuild_indexes(self, queue: str) -> None:
@@ -235,8 +235,8 @@ class MemoryTable:
 
 
 class MemoryStorage(LocalStorage):
-    """Jobs in this process's memory. Gone with the process. For any number of threads: a step holds the lock, and what
-    it has to tell is handed to the loops of those who listen."""
+    """Jobs in the memory of this process, lost with it. For any number of threads: a step holds the lock, and its
+    events are handed to the loops of the listeners."""
 
     def __init__(
         self,

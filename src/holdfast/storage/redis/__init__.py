@@ -40,7 +40,7 @@ from holdfast._core.replies import (
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
-from holdfast.storage.local.reading import as_read, listed, read_cursor, write_cursor
+from holdfast.storage.local.views import as_read, listed, read_cursor, write_cursor
 from holdfast.storage.redis import topology as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
@@ -479,7 +479,7 @@ class RedisStorage(Storage):
     def _ear(self, channel: str) -> PubSubListener:
         place = self._servers.place(channel)
         if place not in self._ears:
-            self._ears[place] = PubSubListener(self._servers, self._hear, self._bus.poke)
+            self._ears[place] = PubSubListener(self._servers, self._hear, self._bus.notify_all)
         return self._ears[place]
 
     def _is_wake(self, topic: Topic) -> bool:
