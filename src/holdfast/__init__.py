@@ -7,7 +7,8 @@ from holdfast._client.session import BoundRequest
 from holdfast._client.task import Handle, Task
 from holdfast._core.arguments import content_id
 from holdfast._core.events import Event, EventKind
-from holdfast._core.jobs import CancelResult, KeepResult, Placed, State, Update
+from holdfast._core.jobs import State, Update
+from holdfast._core.replies import CancelResult, KeepResult, Placed
 from holdfast._worker.executor import RunEvent
 from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
 from holdfast._worker.worker import Worker

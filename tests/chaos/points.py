@@ -33,7 +33,6 @@ OFF_PATH = {
     "cli": "commands are programs around the same calls",
     "_worker.processes.child_main": "runs in child processes, which are expected to die: tests/worker",
     "_client.explain": "looks at a job, changes nothing",
-    "storage.deferred": "opens a child's storage, and passes everything on",
     "storage.redis.audit": "an operator's look, apart from any job's way",
     "storage.redis.pages": "lists, for operators",
     "_client.sync": "runs the same coroutines on a loop in the background",

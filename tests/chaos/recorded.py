@@ -11,8 +11,8 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from holdfast._core import clock, jobs
-from holdfast.storage.checked import CheckedStorage
+from holdfast._core import clock, jobs, replies
+from holdfast.storage import Storage
 from holdfast.storage.redis import calls, script
 from tests.chaos import history
 from tests.chaos.clocks import SharedClock
@@ -41,7 +41,7 @@ def install() -> None:
     shared = SharedClock(os.environ[CLOCK])
     clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
     for name, verb in VERBS.items():
-        setattr(CheckedStorage, name, verb(getattr(CheckedStorage, name)))
+        setattr(Storage, name, verb(getattr(Storage, name)))
 
 
 async def _noted(coroutine: Awaitable[T], reply: Callable[[T], history.Line], call: int, kind: Any) -> T:
@@ -56,7 +56,7 @@ async def _noted(coroutine: Awaitable[T], reply: Callable[[T], history.Line], ca
 
 
 def _enqueue(verb: Any) -> Any:
-    async def enqueue(self: CheckedStorage, queue: str, requests: Sequence[jobs.Request]) -> list[jobs.Enqueued]:
+    async def enqueue(self: Storage, queue: str, requests: Sequence[jobs.Request]) -> list[replies.Enqueued]:
         call = pen().number()
         tokens = [TOKEN.search(request.work.payload or b"") for request in requests]
         pen().write(
@@ -73,7 +73,7 @@ def _enqueue(verb: Any) -> Any:
             )
         )
 
-        def reply(answer: list[jobs.Enqueued]) -> history.Line:
+        def reply(answer: list[replies.Enqueued]) -> history.Line:
             return history.Asked(
                 call=call,
                 placed=[str(one.placed) for one in answer],
@@ -86,11 +86,11 @@ def _enqueue(verb: Any) -> Any:
 
 
 def _claim(verb: Any) -> Any:
-    async def claim(self: CheckedStorage, queue: str, limit: int, *, worker: str, lease_ms: int) -> jobs.Claim:
+    async def claim(self: Storage, queue: str, limit: int, *, worker: str, lease_ms: int) -> replies.Claim:
         call = pen().number()
         pen().write(history.Claiming(call=call, queue=queue, worker=worker))
 
-        def reply(answer: jobs.Claim) -> history.Line:
+        def reply(answer: replies.Claim) -> history.Line:
             return history.Claimed(call=call, claims=[_claim_of(job) for job in answer.jobs])
 
         return await _noted(verb(self, queue, limit, worker=worker, lease_ms=lease_ms), reply, call, history.Claimed)
@@ -105,13 +105,13 @@ def _claim_of(job: jobs.Job) -> history.Claim:
 
 def _settle(verb: Any) -> Any:
     async def settle(
-        self: CheckedStorage, queue: str, batch: Sequence[jobs.Settlement], *, worker: str
-    ) -> list[jobs.SettleResult]:
+        self: Storage, queue: str, batch: Sequence[jobs.Settlement], *, worker: str
+    ) -> list[replies.SettleResult]:
         call = pen().number()
         settlements = [history.Settlement(one.id, one.fence, _how(one)) for one in batch]
         pen().write(history.Settling(call=call, queue=queue, worker=worker, batch=settlements))
 
-        def reply(answer: list[jobs.SettleResult]) -> history.Line:
+        def reply(answer: list[replies.SettleResult]) -> history.Line:
             return history.Settled(call=call, replies=[str(one) for one in answer])
 
         return await _noted(verb(self, queue, batch, worker=worker), reply, call, history.Settled)
@@ -124,11 +124,11 @@ def _how(settlement: jobs.Settlement) -> str:
 
 
 def _cancel(verb: Any) -> Any:
-    async def cancel(self: CheckedStorage, queue: str, ids: Sequence[str]) -> list[jobs.CancelResult]:
+    async def cancel(self: Storage, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         call = pen().number()
         pen().write(history.Cancelling(call=call, queue=queue, ids=list(ids)))
 
-        def reply(answer: list[jobs.CancelResult]) -> history.Line:
+        def reply(answer: list[replies.CancelResult]) -> history.Line:
             return history.Cancelled(call=call, replies=[one.value for one in answer])
 
         return await _noted(verb(self, queue, ids), reply, call, history.Cancelled)

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Page
+from holdfast._core.replies import Page
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import RedisStorage
 from tests.proxy import Exchange, Hook, Proxy

@@ -13,7 +13,8 @@ from redis.crc import key_slot
 from holdfast._client.waiters import wait
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import CancelResult, KeepResult, Placed, Request, SettleResult, State, Work
+from holdfast._core.jobs import Request, State, Work
+from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResult
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.redis import RedisStorage, of_client

@@ -10,19 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast._core.jobs import (
-    CancelResult,
-    Complete,
-    Enqueued,
-    Fail,
-    Job,
-    Placed,
-    Request,
-    SettleResult,
-    State,
-    Update,
-    Work,
-)
+from holdfast._core.jobs import Complete, Fail, Job, Request, State, Update, Work
+from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult
 from holdfast.errors import OptionError
 from holdfast.storage import Settlement, audit, connect
 from holdfast.storage.redis.script import BODY

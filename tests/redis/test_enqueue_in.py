@@ -16,7 +16,8 @@ from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError, Re
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import Placed, Request, Update, Work
+from holdfast._core.jobs import Request, Update, Work
+from holdfast._core.replies import Placed
 from holdfast.errors import OptionError
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage

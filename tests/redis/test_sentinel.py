@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from redis.asyncio.sentinel import Sentinel
 
-from holdfast._core.jobs import Placed, Request, SettleResult, Work
+from holdfast._core.jobs import Request, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Complete, audit, connect
 from holdfast.storage.redis import of_client

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Placed, Request, Work
+from holdfast._core.jobs import Request, Work
+from holdfast._core.replies import Placed
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import audit, connect
 from tests.servers import shared

@@ -15,7 +15,8 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import CancelResult, KeepResult, Placed, Request, SettleResult, State, Work
+from holdfast._core.jobs import Request, State, Work
+from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnavailable
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import connection, of_client

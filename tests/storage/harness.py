@@ -7,8 +7,13 @@ import uuid
 from pathlib import Path
 from typing import Literal, Protocol
 
+from msgspec.structs import replace
+
 from holdfast._core.clock import ManualClock
+from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
+from holdfast.storage.local.engine import Engine, LocalStorage
+from holdfast.storage.local.table import Change
 from tests import servers
 from tests.storage import keyspace
 
@@ -17,9 +22,15 @@ class Harness(Protocol):
     """Makes storages for tests, on the test's clock."""
 
     name: str
+    extensions: bool
+    """The storage stores the extension of a record."""
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         """A storage that is empty, or that has what an earlier one on the same folder left."""
+        ...
+
+    async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
+        """Set the extension of a record, which no verb does yet. Does nothing if there is no record."""
         ...
 
     def clear(self) -> list[str]:
@@ -27,8 +38,19 @@ class Harness(Protocol):
         ...
 
 
+async def _tag_local_record(storage: Storage, queue: str, id: str, entries: Extension) -> None:
+    def tag(engine: Engine) -> None:
+        job = engine.table.load(queue, [id]).get(id)
+        if job is not None:
+            engine.table.write(queue, [Change(id, job, replace(job, extension=entries))], [])
+
+    assert isinstance(storage, LocalStorage)
+    await storage._step(tag)
+
+
 class MemoryHarness:
     name = "memory"
+    extensions = True
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
@@ -37,15 +59,22 @@ class MemoryHarness:
         name = self._names.setdefault(folder, uuid.uuid4().hex)
         return connect(f"memory://{name}", clock=clock)
 
+    async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
+        await _tag_local_record(storage, queue, id, entries)
+
     def clear(self) -> list[str]:
         return []
 
 
 class SqliteHarness:
     name = "sqlite"
+    extensions = True
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         return connect(f"sqlite:///{folder}/jobs.db", clock=clock)
+
+    async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
+        await _tag_local_record(storage, queue, id, entries)
 
     def clear(self) -> list[str]:
         return []
@@ -53,6 +82,8 @@ class SqliteHarness:
 
 class RedisHarness:
     """A server that all tests share; each folder is a namespace of its own."""
+
+    extensions = False
 
     def __init__(self, name: Literal["valkey", "redis"]) -> None:
         self.name = name
@@ -63,6 +94,9 @@ class RedisHarness:
         assert server is not None
         namespace = self._namespaces.setdefault(folder, uuid.uuid4().hex)
         return connect(server.url, clock=clock, namespace=namespace)
+
+    async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
+        raise NotImplementedError
 
     def clear(self) -> list[str]:
         namespaces, self._namespaces = list(self._namespaces.values()), {}

@@ -12,7 +12,8 @@ import sys
 import time
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, SettleResult, Work
+from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, Work
+from holdfast._core.replies import SettleResult
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage
 
@@ -41,7 +42,7 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
 
     async with storage.subscribe(Topic("q")):
         if isinstance(storage, SqliteStorage):
-            note("listening", storage._ear.address)  # type: ignore[union-attr]
+            note("listening", storage._receiver.address)  # type: ignore[union-attr]
         for round in range(1_000_000):
             ids = [f"{name}-{round}-{n}" for n in range(rng.randrange(5))]
             for reply in await storage.enqueue("q", [Request(id, Work(b"payload"), custom_id=True) for id in ids]):
@@ -65,7 +66,7 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
 async def listen(storage: Storage) -> None:
     """Say what is heard, and when."""
     async with storage.subscribe(Topic("q", "ready"), Topic("q", "ends")) as events:
-        say("listening", storage._ear.address)  # type: ignore[attr-defined]
+        say("listening", storage._receiver.address)  # type: ignore[attr-defined]
         async for event in events:
             say(event.kind, event.id, time.monotonic_ns())
 

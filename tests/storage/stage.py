@@ -7,25 +7,28 @@ from collections.abc import AsyncIterator
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, EventKind
+from holdfast._core.extension import Extension
 from holdfast._core.jobs import (
-    CancelResult,
     Complete,
-    Enqueued,
-    Extended,
     Fail,
     Job,
-    KeepResult,
     LeaseRef,
-    Problem,
-    QueueStats,
     Release,
     Request,
     RetrySettlement,
     Settlement,
-    SettleResult,
-    Swept,
     Update,
     Work,
+)
+from holdfast._core.replies import (
+    CancelResult,
+    Enqueued,
+    Extended,
+    KeepResult,
+    Problem,
+    QueueStats,
+    SettleResult,
+    Swept,
 )
 from holdfast.storage import Storage, audit
 
@@ -54,7 +57,7 @@ class Stage:
         run_at: int | None = None,
         custom_id: bool = True,
         keep: float = 0,
-        **work: int | str | None,
+        **work: int | str | Extension | None,
     ) -> Enqueued:
         """`update=None` keeps what is there; `work` are the other fields of Work, such as priority."""
         delay_ms = None if delay is None else round(delay * 1000)

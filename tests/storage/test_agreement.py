@@ -28,8 +28,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from holdfast._core.clock import ManualClock
+from holdfast._core.extension import Extension
 from holdfast._core.jobs import (
     Complete,
     Fail,
@@ -39,14 +41,14 @@ from holdfast._core.jobs import (
     Request,
     RetrySettlement,
     Settlement,
-    SettleResult,
     State,
     Update,
     Work,
 )
-from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
+from holdfast._core.replies import SettleResult
 from holdfast.storage import Storage, audit
 from tests.storage.harness import HARNESSES, Harness
+from tools.transitions import TRANSITIONS, Act, Phase, phase_of
 
 IDS = ["a", "b", "c", "d:{\0é"]
 WORKERS = ["w1", "w2"]
@@ -67,7 +69,12 @@ WORKS = [
     Work(b"", priority=0, result_ttl_ms=0),
     Work(b"4", timeout_ms=1000, max_retries=0, max_stalls=0, max_timeouts=0),
     Work(b"5", max_retries=3, result_ttl_ms=60_000, dedup_ttl_ms=500),
+    Work(b"6", extension=((128, b"first"), (200, b""), (255, b"last"))),
+    Work(b"7", priority=9, result_ttl_ms=60_000, extension=((129, b"other"),)),
 ]
+FAILED_WORKS = [Work(b"failed"), Work(b"failed", extension=((128, b"of the follow-up"),))]
+EXTENSIONS: list[Extension] = [(), ((1, b"one"),), ((7, b""), (127, b"\0" * 5))]
+"""What a record is tagged with behind the back of the storages: no verb sets these tags yet."""
 updates, works = st.sampled_from(UPDATES), st.sampled_from(WORKS)
 """Few and small draws: the more of a run's randomness goes into its steps, the longer it gets."""
 
@@ -95,6 +102,8 @@ class World:
 
     def __init__(self, harnesses: list[Harness], folder: Path) -> None:
         self.clock = ManualClock()
+        self.harnesses = harnesses
+        self.extensions = all(harness.extensions for harness in harnesses)
         self.names = [harness.name for harness in harnesses]
         self.hits: Counter[tuple[Phase, Act]] = Counter()
         self.examples = 0
@@ -104,6 +113,10 @@ class World:
 
     async def _open(self, harnesses: list[Harness], folder: Path) -> list[Storage]:
         return [await self._stack.enter_async_context(harness.open(self.clock, folder)) for harness in harnesses]
+
+    def storable(self, work: Work) -> Work:
+        """Return the work as all the storages can store it."""
+        return work if self.extensions else replace(work, extension=())
 
     def run(self, work: Any) -> Any:
         return self._runner.run(work)
@@ -159,8 +172,8 @@ class Agreement(RuleBasedStateMachine):
     def now_us(self) -> int:
         """The queue's time, which may be ahead of a clock that stepped back."""
         now = world.clock.now_us()
-        ledger = world.storages[0].table.ledger(self.queue)  # type: ignore[attr-defined]
-        return now if ledger is None else max(now + ledger.time.skew, ledger.time.last_at)
+        meta = world.storages[0].table.meta(self.queue)  # type: ignore[attr-defined]
+        return now if meta is None else max(now + meta.time.skew, meta.time.last_at)
 
     def hit(self, phase: Phase, act: Act) -> None:
         world.hits[phase, act] += 1
@@ -185,7 +198,7 @@ class Agreement(RuleBasedStateMachine):
             requests.append(
                 Request(
                     id,
-                    work,
+                    world.storable(work),
                     run_at=world.clock.now_us() + 1000 * (length - 400) if when == "at" else None,
                     delay_ms=length if when == "delay" else None,
                     update=update,
@@ -350,6 +363,15 @@ class Agreement(RuleBasedStateMachine):
             case _:
                 self.scan(data.draw(st.one_of(st.none(), st.sampled_from(list(State)))), data.draw(st.integers(1, 3)))
 
+    @precondition(lambda self: world.extensions)
+    @rule(id=ids, entries=st.sampled_from(EXTENSIONS))
+    def tag_record(self, id: str, entries: Extension) -> None:
+        async def tag() -> None:
+            for harness, storage in zip(world.harnesses, world.storages, strict=True):
+                await harness.tag_record(storage, self.queue, id, entries)
+
+        world.run(tag())
+
     @rule(seconds=st.sampled_from([0.000001, 0.1, 0.5, 1.0, 5.0, 15.0, 61.0, 3600.0]))
     def time_passes(self, seconds: float) -> None:
         world.clock.advance(seconds)
@@ -411,6 +433,7 @@ def fitting(step: str, choices: list[Settlement]) -> Iterator[Settlement]:
 def settlements(id: str, fence: int) -> list[Settlement]:
     """Every way to settle a lease, as many of each kind as it has meanings."""
     later = world.clock.now_us() + 700_000
+    follow_ups = [world.storable(work) for work in FAILED_WORKS]
     return [
         *(
             Complete(id, fence, result, codec, result_ttl_ms, dedup_ttl_ms)
@@ -418,7 +441,7 @@ def settlements(id: str, fence: int) -> list[Settlement]:
             for result_ttl_ms in (0, 5_000, 60_000)
             for dedup_ttl_ms in (0, 1, 60_000)
         ),
-        *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, Work(b"failed"))),
+        *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, *follow_ups)),
         *(
             RetrySettlement(id, fence, error, delay_ms, run_at, counts)
             for counts in COUNTS
@@ -429,11 +452,18 @@ def settlements(id: str, fence: int) -> list[Settlement]:
     ]
 
 
+RUNS = [HARNESSES]
+if (with_extensions := [harness for harness in HARNESSES if harness.extensions]) != HARNESSES:
+    RUNS.append(with_extensions)
+"""The storages of a run. Records have extensions only where all of its storages store them."""
+
+
 @pytest.mark.timeout(7200 if SOAK else 300)
-def test_every_storage_does_the_same_as_memory(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("harnesses", RUNS, ids=lambda harnesses: "=".join(harness.name for harness in harnesses))
+def test_every_storage_does_the_same_as_memory(harnesses: list[Harness]) -> None:
     global world
     with tempfile.TemporaryDirectory() as folder:
-        world = World(HARNESSES, Path(folder))
+        world = World(harnesses, Path(folder))
         try:
             run_state_machine_as_test(
                 Agreement,

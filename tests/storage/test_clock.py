@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Job, Placed, SettleResult, State, Update
+from holdfast._core.jobs import Job, State, Update
+from holdfast._core.replies import Placed, SettleResult
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
 

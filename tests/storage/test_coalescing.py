@@ -16,19 +16,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import (
-    CancelResult,
-    Complete,
-    Enqueued,
-    Job,
-    Placed,
-    Request,
-    SettleResult,
-    Snapshot,
-    State,
-    Update,
-    Work,
-)
+from holdfast._core.jobs import Complete, Job, Request, State, Update, Work
+from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult, Snapshot
 from holdfast.errors import StorageFull
 from holdfast.storage import audit, connect
 from holdfast.storage.local.engine import Engine
@@ -245,7 +234,7 @@ async def test_a_hint_that_cannot_be_sent_neither_fails_nor_repeats_what_was_com
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, trouble: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with closing(sqlite3.connect(storage.path, isolation_level=None)) as db:
-        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'all')", (f"{storage.path}-ear-gone",))
+        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'all')", (f"{storage.path}-notify-gone",))
     trouble(monkeypatch)
     assert (await enqueue(storage, "lone")).placed is Placed.NEW
     replies = await asyncio.gather(*(enqueue(storage, f"{n}") for n in range(10)))

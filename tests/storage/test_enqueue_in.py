@@ -18,7 +18,8 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Enqueued, Placed, Request, SettleResult, Update, Work
+from holdfast._core.jobs import Request, Update, Work
+from holdfast._core.replies import Enqueued, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.sqlite import SqliteStorage
@@ -378,7 +379,7 @@ def test_what_is_asked_for_is_checked_before_anything_else(closed: Storage) -> N
 
 
 def test_what_is_no_transaction_is_named(closed: Storage) -> None:
-    with pytest.raises(OptionError, match=r"no transactions|builtins\.dict is no transaction"):
+    with pytest.raises(OptionError, match=r"no transactions|builtins\.dict is (no|not a) transaction"):
         closed.enqueue_in({}, "q", [request()])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from holdfast._core.jobs import CancelResult, Complete, LeaseRef, SettleResult, State
+from holdfast._core.jobs import Complete, LeaseRef, State
+from holdfast._core.replies import CancelResult, SettleResult
 from tests.storage.stage import Stage, fence
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Claim, Enqueued, Fail, Job, Page, Request, SettleResult, State, Update, Work
+from holdfast._core.jobs import Fail, Job, Request, State, Update, Work
+from holdfast._core.replies import Claim, Enqueued, Page, SettleResult
 from holdfast.storage import connect
 from tests.storage.stage import Stage, fence
 

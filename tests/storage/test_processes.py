@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import Complete, Placed, Request, SettleResult, State, Work
+from holdfast._core.jobs import Complete, Request, State, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import connection, notify
@@ -133,7 +134,7 @@ def listeners(path: Path) -> list[tuple[str, str, str]]:
 
 
 def sockets(path: Path) -> list[str]:
-    return sorted(str(file) for file in path.parent.iterdir() if "-ear-" in file.name)
+    return sorted(str(file) for file in path.parent.iterdir() if "-notify-" in file.name)
 
 
 def exists(address: str) -> bool:
@@ -282,7 +283,7 @@ async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
     await living.hears()
     dead.kill()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:  # And one that comes first in any order.
-        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'ready')", (f"{path}-ear-!",))
+        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'ready')", (f"{path}-notify-!",))
     for id in "abc":
         await enqueue(storage, id)
         assert (await living.hears(HEARD_WITHIN_S))[:2] == ["enqueued", id]
@@ -313,7 +314,7 @@ async def test_a_socket_that_was_never_registered_is_cleared_away_by_the_next_to
     path: Path, storage: Storage
 ) -> None:
     """Its process was killed after it had made the socket and before it had told anyone."""
-    orphan = path.with_name(f"{path.name}-ear-0badcafe")
+    orphan = path.with_name(f"{path.name}-notify-0badcafe")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lost:
         lost.bind(str(orphan))
     async with storage.subscribe(Topic("q")):
@@ -454,7 +455,7 @@ async def test_many_calls_behind_a_writer_that_takes_too_long_are_all_refused_in
 async def test_an_empty_datagram_from_a_stranger_does_not_stop_a_listener(tmp_path: Path) -> None:
     async with connect(f"sqlite:///{tmp_path}/jobs.db") as listening, connect(f"sqlite:///{tmp_path}/jobs.db") as other:
         async with listening.subscribe(Topic("q", "ready")) as events:
-            (address,) = tmp_path.glob("*-ear-*")
+            (address,) = tmp_path.glob("*-notify-*")
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
                 stranger.sendto(b"", str(address))
             await other.enqueue("q", [Request("a", Work(b"1"))])

@@ -10,18 +10,8 @@ from contextlib import AsyncExitStack, contextmanager
 import pytest
 
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import (
-    CancelResult,
-    Complete,
-    Fail,
-    KeepResult,
-    LeaseRef,
-    Placed,
-    Request,
-    SettleResult,
-    State,
-    Work,
-)
+from holdfast._core.jobs import Complete, Fail, LeaseRef, Request, State, Work
+from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResult
 from holdfast.errors import StorageFull, StorageUnavailable
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage

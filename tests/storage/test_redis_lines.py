@@ -15,8 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, KeepResult, Outcome, Placed, SettleResult, State, Update
+from holdfast._core.jobs import Job, Outcome, State, Update
 from holdfast._core.lifecycle import DAMAGED
+from holdfast._core.replies import KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew
 from holdfast.storage import audit
 from holdfast.storage.redis import RedisStorage
@@ -593,7 +594,7 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
     saboteur.garble("f")
     before = await stage.stats()
     saboteur.command("SET", saboteur.key + ":ledger", ledger)
-    assert "ledger" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
+    assert "meta" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
     assert replace(await stage.stats(), totals={}) == replace(before, totals={})
     await repair(stage)
     assert await stage.complete(job) is SettleResult.OK

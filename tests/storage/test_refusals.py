@@ -17,19 +17,8 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Topic
-from holdfast._core.jobs import (
-    Complete,
-    Fail,
-    LeaseRef,
-    Placed,
-    Release,
-    Request,
-    RetrySettlement,
-    SettleResult,
-    State,
-    Update,
-    Work,
-)
+from holdfast._core.jobs import Complete, Fail, LeaseRef, Release, Request, RetrySettlement, State, Update, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import LAYOUT, SqliteStorage

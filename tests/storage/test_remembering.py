@@ -10,7 +10,8 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import CancelResult, Job, KeepResult, Placed, Request, SettleResult, State, Update, Work
+from holdfast._core.jobs import Job, Request, State, Update, Work
+from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResult
 from holdfast.storage import connect
 from tests.storage.stage import Stage
 

@@ -20,10 +20,11 @@ from msgspec.structs import replace
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Problem, Request, SettleResult, State, Update, Work
+from holdfast._core.jobs import Job, Next, Outcome, Request, State, Update, Work
 from holdfast._core.lifecycle import DAMAGED
+from holdfast._core.replies import Placed, Problem, SettleResult
 from holdfast.storage import audit
-from holdfast.storage.local.engine import REPAIR_PAGE
+from holdfast.storage.local.audit import REPAIR_PAGE
 from holdfast.storage.local.memory import MemoryStorage
 from holdfast.storage.local.sqlite import SqliteStorage
 from holdfast.storage.local.table import VIEWS
@@ -91,7 +92,7 @@ class MemorySaboteur:
 
     def contents(self) -> object:
         return {
-            name: (dict(queue.records), copy.deepcopy(queue.indexes), copy.deepcopy(queue.ledger))
+            name: (dict(queue.records), copy.deepcopy(queue.indexes), copy.deepcopy(queue.meta))
             for name, queue in self._table._queues.items()
         }
 
@@ -113,10 +114,10 @@ class MemorySaboteur:
         self.double(id)
 
     def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
-        ledger = self._queue.ledger
-        fields = {"counts": ledger.counts, "totals": ledger.totals}
+        meta = self._queue.meta
+        fields = {"counts": meta.counts, "totals": meta.totals}
         change(fields)
-        ledger.counts, ledger.totals = fields["counts"], fields["totals"]
+        meta.counts, meta.totals = fields["counts"], fields["totals"]
 
     def restamp(self, id: str, field: str, stamp: int) -> None:
         def changed(job: Job) -> Job:

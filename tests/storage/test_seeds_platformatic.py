@@ -12,17 +12,8 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._client.waiters import wait
-from holdfast._core.jobs import (
-    CancelResult,
-    Complete,
-    Enqueued,
-    KeepResult,
-    Outcome,
-    Placed,
-    SettleResult,
-    State,
-    Update,
-)
+from holdfast._core.jobs import Complete, Outcome, State, Update
+from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed, SettleResult
 from holdfast.errors import JobForgotten, OptionError, WaitTimeout
 from tests.storage.stage import Stage, fence
 

@@ -15,7 +15,8 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import Placed, Request, SettleResult, State, Work
+from holdfast._core.jobs import Request, State, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import PayloadRejected
 from holdfast.storage import connect
 from tests.storage.harness import Harness

@@ -16,7 +16,8 @@ import pytest
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Topic
-from holdfast._core.jobs import CancelResult, Job, LeaseRef, Placed, SettleResult, State, Update, Work
+from holdfast._core.jobs import Job, LeaseRef, State, Update, Work
+from holdfast._core.replies import CancelResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import connect
 from tests.storage.harness import Harness

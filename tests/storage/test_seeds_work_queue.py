@@ -13,7 +13,8 @@ from collections import Counter
 
 import pytest
 
-from holdfast._core.jobs import Job, Placed, SettleResult, State, new_id
+from holdfast._core.jobs import Job, State, new_id
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import OptionError
 from holdfast.storage import audit
 from holdfast.storage.local.memory import MemoryStorage

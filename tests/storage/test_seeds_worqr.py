@@ -12,7 +12,8 @@ import pytest
 
 from holdfast._client import waiters
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import CancelResult, Placed, SettleResult, State, Swept
+from holdfast._core.jobs import State
+from holdfast._core.replies import CancelResult, Placed, SettleResult, Swept
 from holdfast.storage.subscriptions import EventBus
 from tests.storage.stage import Stage, heard
 
@@ -183,7 +184,7 @@ async def test_a_cancel_is_heard_whether_its_job_waits_or_runs(stage: Stage) -> 
 async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EventBus, "publish", lambda hub, events: None)
+    monkeypatch.setattr(EventBus, "publish", lambda bus, events: None)
     monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.01)
     reply = await stage.enqueue("a")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -197,7 +198,7 @@ async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
 async def test_a_worker_to_whom_every_hint_is_lost_still_gets_the_work(
     stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EventBus, "publish", lambda hub, events: None)
+    monkeypatch.setattr(EventBus, "publish", lambda bus, events: None)
     await stage.enqueue("a", delay=1)
     claim = await other.storage.claim("q", 1, worker="w1", lease_ms=1000)
     assert (claim.jobs, claim.next_run_at) == ([], stage.wall(1))

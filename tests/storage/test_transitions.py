@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._core.jobs import CancelResult, Job, Placed, SettleResult, Update
-from holdfast._core.lifecycle import TRANSITIONS, Act, Phase, phase_of
+from holdfast._core.jobs import Job, Update
+from holdfast._core.replies import CancelResult, Placed, SettleResult
 from tests.storage.stage import Stage
+from tools.transitions import TRANSITIONS, Act, Phase, phase_of
 
 DAY = 86_400
 SETTLE = (Act.COMPLETE, Act.FAIL, Act.RETRY, Act.RELEASE)

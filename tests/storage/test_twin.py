@@ -19,7 +19,8 @@ from redis.asyncio.sentinel import Sentinel
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.jobs import Complete, Job, Placed, Request, SettleResult, Update, Work
+from holdfast._core.jobs import Complete, Job, Request, Update, Work
+from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.memory import MemoryStorage

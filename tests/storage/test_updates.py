@@ -12,7 +12,8 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from holdfast._core.jobs import Enqueued, Job, Outcome, Placed, Request, SettleResult, State, Update, Work
+from holdfast._core.jobs import Job, Outcome, Request, State, Update, Work
+from holdfast._core.replies import Enqueued, Placed, SettleResult
 from tests.storage.stage import Stage
 
 RunAt = bool | Literal["if_later", "if_earlier"]

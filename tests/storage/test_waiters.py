@@ -14,8 +14,9 @@ from holdfast._client import waiters
 from holdfast._client.waiters import wait
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import CancelResult, Job, Outcome, Placed, Request, State, Update, Work
+from holdfast._core.jobs import Job, Outcome, Request, State, Update, Work
 from holdfast._core.lifecycle import Answer, answer
+from holdfast._core.replies import CancelResult, Placed
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, WaitTimeout
 from holdfast.storage import Storage
 from tests.storage.harness import Harness

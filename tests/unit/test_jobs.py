@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from holdfast._core.events import Event, EventKind, Topic
-from holdfast._core.jobs import CancelResult, new_id
+from holdfast._core.jobs import new_id
+from holdfast._core.replies import CancelResult
 
 
 def test_ids_are_unique_and_sort_by_the_time_they_were_made() -> None:

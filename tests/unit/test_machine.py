@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, Next, Outcome, Placed, Request, RetrySettlement, State, StoredLease, Work
-from holdfast._core.lifecycle import TRANSITIONS, Act, Answer, Phase
+from holdfast._core.jobs import Job, Next, Outcome, Request, RetrySettlement, State, StoredLease, Work
+from holdfast._core.lifecycle import Answer
+from holdfast._core.replies import Placed
+from tools.transitions import TRANSITIONS, Act, Phase, phase_of
 
 NOW = 1_800_000_000_000_000
 DAY_US = 86_400_000_000
@@ -47,7 +49,7 @@ def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
     ],
 )
 def test_a_record_is_in_the_phase_that_its_parts_name(job: Job | None, phase: Phase) -> None:
-    assert lifecycle.phase_of(job, NOW) is phase
+    assert phase_of(job, NOW) is phase
 
 
 @pytest.mark.parametrize(("late_us", "there"), [(-1, True), (0, False), (1, False), (DAY_US, False)])

@@ -16,8 +16,9 @@ from holdfast._client.task import Definition, Handle, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
-from holdfast._core.jobs import Job, Snapshot
+from holdfast._core.jobs import Job
 from holdfast._core.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast._core.replies import Snapshot
 from holdfast._worker.app_loader import find
 from holdfast._worker.executor import OnEvent
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job

@@ -6,8 +6,9 @@ from datetime import datetime
 
 import msgspec
 
-from holdfast._core.jobs import Job, QueueStats, State
+from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
+from holdfast._core.replies import QueueStats
 from holdfast._core.retry_policy import decode_error
 from holdfast._core.text import length
 from holdfast.storage import Storage

@@ -14,9 +14,10 @@ import msgspec
 
 from holdfast._client.session import Session
 from holdfast._core.failure import error_from_exception
-from holdfast._core.jobs import Job, Release, Settlement, SettleResult
+from holdfast._core.jobs import Job, Release, Settlement
 from holdfast._core.jobs import LeaseRef as Holding
 from holdfast._core.options import Seconds, from_at, to_at, to_ms
+from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import Policy, Raised, Returned, cut, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
 

@@ -19,11 +19,12 @@ import msgspec
 from holdfast._client.waiters import ask, wait
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
-from holdfast._core.jobs import Enqueued, Outcome, Placed, Request, State
+from holdfast._core.jobs import Outcome, Request, State
+from holdfast._core.replies import Enqueued, Placed
 from holdfast._core.retry_policy import decode_error
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, NotOpen, OptionError
-from holdfast.storage import DEFAULT_URL, Storage, connect, redact
-from holdfast.storage.deferred import DeferredStorage
+from holdfast.storage import Storage, connect
+from holdfast.storage.urls import DEFAULT_URL, redact
 from holdfast.storage.validation import batches
 
 URL_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_URL", "HOLDFAST_NAMESPACE"
@@ -152,7 +153,7 @@ class Session:
     def defer(self) -> None:
         """Open the storage only when it is first used: in a child process most handlers never do."""
         assert self._loop is None
-        self._storage = DeferredStorage(self._storage)
+        self._storage.lazy = True
 
     def rehearse(self, storage: Storage | None) -> None:
         """Put another storage in place of the app's own, on every loop, until None is put back: for tests."""

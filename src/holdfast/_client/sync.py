@@ -21,8 +21,9 @@ from holdfast._client.queue import JobInfo, PullOptions, Queue, Stats
 from holdfast._client.session import BoundRequest, Session
 from holdfast._client.task import Handle, Using
 from holdfast._core.events import Event
-from holdfast._core.jobs import CancelResult, KeepResult, Placed, Repaired, Snapshot, State, Swept
+from holdfast._core.jobs import State
 from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, Seconds, UsingOptions
+from holdfast._core.replies import CancelResult, KeepResult, Placed, Repaired, Snapshot, Swept
 from holdfast.errors import NotOpen
 
 P = ParamSpec("P")

@@ -11,18 +11,7 @@ from holdfast._client.session import BoundRequest, Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.codec import Codec
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import (
-    DEFAULT_PRIORITY,
-    CancelResult,
-    Enqueued,
-    Outcome,
-    Placed,
-    Request,
-    State,
-    Update,
-    Work,
-    new_id,
-)
+from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
     HandlerOptions,
@@ -37,6 +26,7 @@ from holdfast._core.options import (
     to_update,
     to_wait_s,
 )
+from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast._core.retry_policy import FAIL_HANDLER, TASK, Policy, QueueConfig
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError

@@ -13,9 +13,10 @@ from typing import Self
 from msgspec.structs import replace
 
 from holdfast._core.events import POLL_INTERVAL_S, Event, Events, Topic
-from holdfast._core.jobs import Enqueued, KeepResult, Outcome, Placed, Request, State
+from holdfast._core.jobs import Outcome, Request, State
 from holdfast._core.lifecycle import Answer, answer
 from holdfast._core.options import MAX_WAIT_S
+from holdfast._core.replies import Enqueued, KeepResult, Placed
 from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
 from holdfast.storage import Storage
 

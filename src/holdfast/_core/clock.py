@@ -14,7 +14,7 @@ import msgspec
 STEP_BACK_US = 1_000_000
 """A clock that falls back by more than this has stepped; by less, it is waited out."""
 MAX_STEPS = 8
-"""Steps back that a queue remembers, for the sake of absolute times that were due before them."""
+"""Steps back that a queue remembers, for absolute times that were due before them."""
 
 
 class Clock(Protocol):
@@ -31,7 +31,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves when told to: what tests inject instead of sleeping.
+    """A clock that moves only when `advance` is called: tests inject it instead of sleeping.
 
     >>> clock = ManualClock(at=5.0)
     >>> clock.advance(1.5)

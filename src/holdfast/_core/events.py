@@ -1,4 +1,4 @@
-"""What happens to jobs, in words: the kinds of events, and topics to hear of them."""
+"""Events of jobs: their kinds, and the topics that select them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EventKind(StrEnum):
 
 
 POLL_INTERVAL_S = 1.0
-"""Who listens looks once in so long as well: a lost hint costs no more."""
+"""Listeners also poll at this interval, so a lost notification delays them by at most this much."""
 
 STARTS = frozenset({EventKind.ENQUEUED, EventKind.PROMOTED})
 ENDS = frozenset({EventKind.COMPLETED, EventKind.FAILED, EventKind.CANCELLED, EventKind.PURGED})
@@ -50,7 +50,7 @@ class Event(Value, frozen=True):
     run_at: int = 0
     """When the job is due, where the event left it waiting."""
     outcome: Outcome | None = None
-    """What the generation ended in, where a storage tells that to whoever waits for it and it is small."""
+    """How the generation ended, if the storage sends that to waiters and it is small."""
 
     @property
     def happened(self) -> bool:
@@ -59,10 +59,10 @@ class Event(Value, frozen=True):
 
 
 class Topic(Value, frozen=True):
-    """What to hear of: a queue's jobs that became ready, jobs that ended (or one of them), or everything.
+    """What a listener receives: a queue's jobs that became ready, jobs that ended (or one of them), or all events.
 
-    `ends` of one id is for those who wait for it, and who have asked for its outcome to be kept. `wake` is for workers:
-    like `ready`, but of all who listen maybe only one is told, and maybe not of which job.
+    `ends` of one id is for waiters, who have asked for its outcome to be kept. `wake` is for workers: like `ready`, but
+    a storage may notify only one of all listeners, and may leave out the job.
     """
 
     queue: str
@@ -78,16 +78,16 @@ class Topic(Value, frozen=True):
 
 
 class Events(Protocol):
-    """What a listener hears, one event after the other."""
+    """The events of a subscription, one after the other."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     async def __anext__(self) -> Event: ...
 
     async def within(self, seconds: float) -> Event | None:
-        """The next event; None if there is none for so long."""
+        """Return the next event; None if none arrives within `seconds`."""
         ...
 
-    def tell(self, hear: Callable[[Event], None]) -> None:
-        """Call `hear` with each event as it comes, in place of waiting for them here."""
+    def on_event(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
         ...

@@ -10,6 +10,7 @@ Stored form of an entry: tag (1 byte), length (4 bytes, little-endian), value. T
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -17,11 +18,38 @@ import msgspec
 Tag = Annotated[int, msgspec.Meta(ge=1, le=255)]
 Extension = tuple[tuple[Tag, bytes], ...]
 
-FIRST_WORK_TAG = 128
+FIRST_WORK_TAG, LAST_TAG = 128, 255
 MAX_EXTENSION_BYTES = 65_536
 """Limit of a packed extension."""
 
 _HEAD = struct.Struct("<BI")
+
+
+def extension_size(entries: Extension) -> int:
+    """Return the number of bytes of the stored form."""
+    return sum(_HEAD.size + len(value) for _, value in entries)
+
+
+def ascends(entries: Extension, first: int, last: int) -> bool:
+    """Return whether the tags ascend and are all in the range from `first` to `last`."""
+    before = first - 1
+    for tag, _ in entries:
+        if not before < tag <= last:
+            return False
+        before = tag
+    return True
+
+
+def split_extension(entries: Iterable[tuple[int, bytes]]) -> tuple[Extension, Extension]:
+    """Sort entries by tag and return those of the record and those of the work. The first of two with one tag stays."""
+    unique: dict[int, bytes] = {}
+    for tag, value in entries:
+        unique.setdefault(tag, value)
+    ordered = sorted(unique.items())
+    return (
+        tuple(entry for entry in ordered if entry[0] < FIRST_WORK_TAG),
+        tuple(entry for entry in ordered if entry[0] >= FIRST_WORK_TAG),
+    )
 
 
 def pack_extension(entries: Extension) -> bytes:

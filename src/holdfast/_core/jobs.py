@@ -1,4 +1,4 @@
-"""The values of Holdfast: jobs, requests, leases, settlements, replies. No behaviour beyond reading them.
+"""The values of Holdfast: records, requests, leases and settlements. What verbs reply is in replies.py.
 
 Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
 Payloads, results and errors are bytes that no storage looks into.
@@ -147,9 +147,9 @@ class Job(Value, frozen=True):
     previous: Outcome | None = None
     """How the generation before this one ended, until its own forget time."""
     keep_ms: Ms | None = None
-    """How long to remember the end of this job, where someone asked while it was live."""
+    """How long to remember the end of this job, if `keep` was called while it was live."""
     keep_until_at: At = 0
-    """Someone waits: remember the end at least until here."""
+    """Remember the end at least until here, for a waiter."""
     extension: Extension = ()
     """Optional fields of this generation: tags below `FIRST_WORK_TAG`."""
 
@@ -198,7 +198,7 @@ _SORTED = bytes.maketrans(
 
 
 def new_id() -> str:
-    """An id that nobody else makes, and that sorts by the time it was made: 22 characters, 80 random bits."""
+    """Return a new unique id that sorts by the time it was made: 22 characters, 80 random bits."""
     bits = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(10)
     return binascii.b2a_base64(bits, newline=False).translate(_SORTED)[:22].decode()
 
@@ -230,11 +230,11 @@ class Request(Value, frozen=True):
     """None keeps what is there."""
     custom_id: bool = False
     keep_ms: Ms = 0
-    """Somebody will wait for the outcome: remember it for at least this long from now."""
+    """The caller will wait for the outcome: remember it for at least this long from now."""
 
 
 class Complete(Value, frozen=True, tag="complete"):
-    """The run did its work. With both lengths 0, and nobody waiting, the record is dropped."""
+    """The run did its work. With both lengths 0 and without a waiter, the record is dropped."""
 
     id: str
     fence: At
@@ -255,7 +255,7 @@ class Fail(Value, frozen=True, tag="fail"):
 
 
 class RetrySettlement(Value, frozen=True, tag="retry"):
-    """The job shall run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
+    """The job is to run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
     stall without a delay it keeps its place."""
 
     id: str
@@ -282,170 +282,3 @@ class LeaseRef(Value, frozen=True):
     id: str
     fence: At
     progress: bytes | None = None
-
-
-class Placed(StrEnum):
-    """What an enqueue did."""
-
-    NEW = "new"
-    UPDATED = "updated"
-    DEFERRED = "deferred"
-    DUPLICATE = "duplicate"
-    COMPLETED = "completed"
-
-
-class Enqueued(Value, frozen=True):
-    """The reply to one request. `generation` is the one that its caller waits for."""
-
-    id: str
-    placed: Placed | None
-    """None: the request brought no payload and the record had none to lend. Nothing was changed."""
-    generation: int = 0
-    state: State | None = None
-    """The state that the request met, where there was a record."""
-    outcome: Outcome | None = None
-    """The cached outcome, with `Placed.COMPLETED`."""
-
-
-class Claim(Value, frozen=True):
-    """Jobs to run now, each with its lease, and when it is worth asking again. All times are the queue's."""
-
-    jobs: list[Job]
-    now: int
-    next_run_at: int | None
-    """The earliest waiting job's time: in the past or present if there is more to claim at once."""
-    next_sweep_at: int | None
-    """When the next lease may have to be taken back."""
-    paused: bool = False
-
-    @property
-    def next_poll_at(self) -> int | None:
-        """When it is worth asking again, as far as is known."""
-        known = [self.next_sweep_at, None if self.paused else self.next_run_at]
-        return min((at for at in known if at is not None), default=None)
-
-
-class SettleResult(StrEnum):
-    OK = "ok"
-    LOST = "lost"
-    """The lease was not this caller's any more. Nothing was changed."""
-
-
-class Extended(Value, frozen=True):
-    """The leases among those named that are lost, and those whose job should stop."""
-
-    lost: list[LeaseRef]
-    cancel_asked: list[LeaseRef]
-
-
-class CancelResult(StrEnum):
-    """What a cancel did. Truthy only where the job will certainly not run (again)."""
-
-    CANCELLED = "cancelled"
-    ASKED = "asked"
-    """It runs; its worker is told at the next beat."""
-    FINISHED = "finished"
-    MISSING = "missing"
-
-    def __bool__(self) -> bool:
-        return self is CancelResult.CANCELLED
-
-
-class KeepResult(StrEnum):
-    KEPT = "kept"
-    LIVE = "live"
-    """The job has not ended; the length counts from its end (or, with `at_least`, from now)."""
-    MISSING = "missing"
-
-
-class Page(Value, frozen=True):
-    """Some jobs, without payloads and results, and without errors and progress of more than 4 KiB; `after` continues,
-    None at the end."""
-
-    jobs: list[Job]
-    after: str | None
-
-
-class Swept(Value, frozen=True):
-    overdue: list[str]
-    """Leases seen past their deadline; their holders have half a lease to show up."""
-    stalled: list[str]
-    """Jobs taken back."""
-    forgotten: int
-    more: bool
-    """The limit was reached: sweep again."""
-    next_sweep_at: int | None
-
-
-class QueueStats(Value, frozen=True):
-    queue: str
-    ready: int
-    scheduled: int
-    running: int
-    retrying: int
-    deferred: int
-    completed: int
-    failed: int
-    cancelled: int
-    oldest_ready_ms: int
-    paused: bool
-    reason: str
-    workers: list[str]
-    """Live workers that say they serve this queue."""
-    totals: dict[str, int]
-    """How often each event has happened, since the queue was made; rates are differences of these."""
-
-
-WorkerFacts = dict[str, str | int | list[str]]
-"""What a worker says of itself."""
-
-
-class WorkerInfo(Value, frozen=True):
-    worker: str
-    facts: WorkerFacts
-    beat_at: int
-    expires_at: int
-    evict_asked: bool
-
-
-class Snapshot(Value, frozen=True):
-    now: int
-    queues: list[QueueStats]
-    workers: list[WorkerInfo]
-
-
-class StorageInfo(Value, frozen=True):
-    """What a storage is, and what it keeps."""
-
-    name: str
-    """What it is and where, without secrets."""
-    now: int
-    """Its wall clock."""
-    keeps: str
-    """What survives a kill, and a power cut."""
-    facts: dict[str, str]
-    warnings: list[str]
-    """What should be seen to."""
-
-
-class WorkerCommands(Value, frozen=True):
-    """What the storage has to tell a worker when it announces itself."""
-
-    evict: bool
-
-
-class Problem(Value, frozen=True):
-    """A broken invariant. `kind` is one of the audit's list in docs/invariants.md."""
-
-    kind: str
-    queue: str
-    id: str
-    detail: str
-
-
-class Repaired(Value, frozen=True):
-    """One step of an audit or a repair; `cursor` continues, None at the end."""
-
-    problems: list[Problem]
-    checked: int
-    cursor: str | None

@@ -1,13 +1,17 @@
 """The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
 
-`TRANSITIONS` is the whole life as data; docs/machine.md is drawn from it and a test holds every function to it.
-A function takes the record as it is (None: there is none) and returns a `Step`: the record as it shall be, and what
-that means in the words of `EventKind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
+tools/transitions.py has the whole life as a table: docs/machine.md is drawn from it, and tests hold every function to
+it. A function takes a record (None: there is none) and returns a `Step`: the new record and the kinds of events. Memory
+and SQLite run these functions; queue.lua mirrors them name for name.
+
+The extension of the work (`Work.extension`) travels with the payload, by the same rules; a completed record keeps it.
+The extension of the record (`Job.extension`) lives as long as its generation: claim, extend, keep and every settlement
+leave it, and whatever gives the record a new generation clears it (a restart, a promotion, an update, a merge).
 """
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Literal
 
 from msgspec.structs import replace
@@ -15,16 +19,12 @@ from msgspec.structs import replace
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import (
-    CancelResult,
     Complete,
-    Enqueued,
     Fail,
     Job,
-    KeepResult,
     LeaseRef,
     Next,
     Outcome,
-    Placed,
     Release,
     Request,
     RetrySettlement,
@@ -35,107 +35,20 @@ from holdfast._core.jobs import (
     Value,
     Work,
 )
+from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 
 RESULT_TTL_MS = 3_600_000
-"""How long an outcome is remembered where nobody said otherwise."""
+"""Default time for which an outcome is remembered."""
 CANCELLED_TTL_MS = 60_000
 """A cancelled record is remembered at least this long."""
 WAITED_MS = 10_000
-"""And one that somebody waits for: they may come a little late."""
+"""Minimum time an outcome with a waiter is kept after the job ended."""
 FAILURE_TTL_MS = 7 * 24 * 3_600_000
 """How long a failure is listed and can be retried by hand."""
 MAX_STALL_DELAY_MS = 300_000
-"""The machine's one built-in delay, that of a job which keeps stalling, grows no longer than this."""
+"""Upper limit of the delay of a job that stalls again and again."""
 DAMAGED = b'{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
-"""The error of a record that was found garbled: it reads as failed, and an operator may retry what is left of it."""
-
-
-class Phase(StrEnum):
-    """What decides how a record takes an event: its state, what is asked of its run, and how fresh its outcome is."""
-
-    NONE = "none"
-    WAITING = "waiting"
-    RUNNING = "running"
-    DEFERRED = "deferred"
-    CANCELLING = "cancelling"
-    CANCELLING_DEFERRED = "cancelling and deferred"
-    COMPLETED = "completed"
-    STALE = "completed, past dedup_ttl"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-class Act(StrEnum):
-    """What can be done to a record."""
-
-    KEEP = "enqueue keep"
-    UPDATE = "enqueue update"
-    CLAIM = "claim"
-    COMPLETE = "complete"
-    FAIL = "fail"
-    RETRY = "retry"
-    RELEASE = "release"
-    EXPIRE = "lease expired"
-    CANCEL = "cancel"
-    FORGET = "forget"
-
-
-def _transitions() -> dict[Phase, dict[Act, tuple[Phase, ...]]]:
-    p, a = Phase, Act
-    run_again = {a.RETRY: (p.WAITING,), a.RELEASE: (p.WAITING,), a.EXPIRE: (p.WAITING,)}
-    stop = dict.fromkeys((a.FAIL, a.RETRY, a.RELEASE, a.EXPIRE), (p.CANCELLED,))
-    promote = dict.fromkeys((a.COMPLETE, a.FAIL, a.RETRY, a.RELEASE, a.EXPIRE), (p.WAITING,))
-    restart: dict[Act, tuple[Phase, ...]] = {a.KEEP: (p.WAITING,), a.UPDATE: (p.WAITING,)}
-    return {
-        p.NONE: restart,
-        p.WAITING: {a.KEEP: (p.WAITING,), a.UPDATE: (p.WAITING,), a.CLAIM: (p.RUNNING,), a.CANCEL: (p.CANCELLED,)},
-        p.RUNNING: {
-            a.KEEP: (p.RUNNING,),
-            a.UPDATE: (p.DEFERRED,),
-            a.CANCEL: (p.CANCELLING,),
-            a.COMPLETE: (p.COMPLETED, p.NONE),
-            a.FAIL: (p.FAILED,),
-            **run_again,
-        },
-        p.DEFERRED: {a.KEEP: (p.DEFERRED,), a.UPDATE: (p.DEFERRED,), a.CANCEL: (p.CANCELLING,), **promote},
-        p.CANCELLING: {
-            a.KEEP: (p.CANCELLING,),
-            a.UPDATE: (p.CANCELLING_DEFERRED,),
-            a.CANCEL: (p.CANCELLING,),
-            a.COMPLETE: (p.COMPLETED, p.NONE),
-            **stop,
-        },
-        p.CANCELLING_DEFERRED: {
-            a.KEEP: (p.CANCELLING_DEFERRED,),
-            a.UPDATE: (p.CANCELLING_DEFERRED,),
-            a.CANCEL: (p.CANCELLING,),
-            **promote,
-        },
-        p.COMPLETED: {a.KEEP: (p.COMPLETED,), a.UPDATE: (p.WAITING,), a.CANCEL: (p.COMPLETED,), a.FORGET: (p.NONE,)},
-        p.STALE: {**restart, a.CANCEL: (p.STALE,), a.FORGET: (p.NONE,)},
-        p.FAILED: {**restart, a.CANCEL: (p.FAILED,), a.FORGET: (p.NONE,)},
-        p.CANCELLED: {**restart, a.CANCEL: (p.CANCELLED,), a.FORGET: (p.NONE,)},
-    }
-
-
-TRANSITIONS = _transitions()
-"""phase → act → the phases it may lead to. An act that is not listed does not apply: a settlement is lost,
-a cancel finds nothing, a claim or a sweep never sees the record."""
-
-
-def phase_of(job: Job | None, now: int) -> Phase:
-    """Where a record stands in the table."""
-    if job is None or forgotten(job, now):
-        return Phase.NONE
-    if job.outcome is not None:
-        if job.outcome.state is State.COMPLETED and job.outcome.dedup_at <= now:
-            return Phase.STALE
-        return Phase(job.outcome.state)
-    if job.run is None:
-        return Phase.WAITING
-    if job.run.cancel_asked:
-        return Phase.CANCELLING if job.run.next is None else Phase.CANCELLING_DEFERRED
-    return Phase.RUNNING if job.run.next is None else Phase.DEFERRED
+"""The error of a garbled record: it reads as failed, and an operator may retry it with the rest of its payload."""
 
 
 class Step(Value, frozen=True):
@@ -154,12 +67,12 @@ class _Due(Value, frozen=True):
 
 
 def forgotten(job: Job, now: int) -> bool:
-    """A record past its forget time is none to every verb, whether or not a sweep has come by."""
+    """Return whether a record is past its forget time: no verb sees it any more, also if no sweep has deleted it."""
     return job.outcome is not None and job.outcome.forget_at <= now
 
 
 def tidy(job: Job, now: int) -> Job:
-    """What every write does first: let go of a previous outcome that is past its own forget time."""
+    """Drop a previous outcome that is past its own forget time. Every write does this first."""
     if job.previous is not None and job.previous.forget_at <= now:
         return replace(job, previous=None)
     return job
@@ -177,7 +90,7 @@ def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, E
     if job is None:
         if request.work.payload is None:
             return Step(None), Enqueued(request.id, None)
-        return _start(None, request, request.work, time, stamp)
+        return start(None, request, request.work, time, stamp)
     update = request.update
     if job.outcome is not None:
         return _enqueue_on_finished(job, job.outcome, request, time, stamp)
@@ -198,20 +111,20 @@ def _enqueue_on_finished(
     work = job.work if takes_stored else request.work
     if work.payload is None:
         return Step(job), Enqueued(job.id, None, state=outcome.state)
-    return _start(job, request, work, time, stamp)
+    return start(job, request, work, time, stamp)
 
 
-def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+def start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
     """A new generation, of a new id or of one that had finished."""
     due = _due(request, time, stamp)
     started = Job(
-        request.id,
-        work,
-        stamp,
-        due.run_at,
-        due.arrival,
-        due.wall_at,
-        request.custom_id,
+        id=request.id,
+        work=work,
+        generation=stamp,
+        run_at=due.run_at,
+        arrival=due.arrival,
+        wall_at=due.wall_at,
+        custom_id=request.custom_id,
         previous=None if job is None else job.outcome,
         keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
     )
@@ -221,6 +134,7 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+    """The update is a new generation, so it clears the record's extension, also where it keeps the work."""
     due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
     job = replace(
         _waited_for(job, request, time.last_at),
@@ -229,6 +143,7 @@ def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime,
         run_at=due.run_at,
         arrival=due.arrival,
         wall_at=due.wall_at,
+        extension=(),
     )
     if update.resets_counts:
         job = _reset_counts(job)
@@ -243,26 +158,26 @@ def _update_running(
     old = run.next
     if old is None:
         following = Next(
-            stamp,
-            request.work,
-            due.run_at,
-            due.arrival,
-            due.wall_at,
-            update.payload,
-            update.run_at,
-            update.resets_counts,
+            generation=stamp,
+            work=request.work,
+            run_at=due.run_at,
+            arrival=due.arrival,
+            wall_at=due.wall_at,
+            takes_payload=update.payload,
+            takes_run_at=update.run_at,
+            resets_counts=update.resets_counts,
         )
     else:
         due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due, time)
         following = Next(
-            stamp,
-            request.work if update.payload else old.work,
-            due.run_at,
-            due.arrival,
-            due.wall_at,
-            old.takes_payload or update.payload,
-            True if old.takes_run_at is True else update.run_at,
-            old.resets_counts or update.resets_counts,
+            generation=stamp,
+            work=request.work if update.payload else old.work,
+            run_at=due.run_at,
+            arrival=due.arrival,
+            wall_at=due.wall_at,
+            takes_payload=old.takes_payload or update.payload,
+            takes_run_at=True if old.takes_run_at is True else update.run_at,
+            resets_counts=old.resets_counts or update.resets_counts,
         )
     job = replace(_waited_for(job, request, time.last_at), run=replace(run, next=following))
     return Step(job, (EventKind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
@@ -423,7 +338,8 @@ def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
 
 
 def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
-    """The job waits again, with the settlement applied; now what is in `next` is merged in by its rules."""
+    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules: it is a new
+    generation, so it clears the record's extension, also where it keeps the work."""
     back = replace(back, run=None)
     following = run.next
     if following is None:
@@ -441,6 +357,7 @@ def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTi
         run_at=due.run_at,
         arrival=due.arrival,
         wall_at=due.wall_at,
+        extension=(),
     )
     return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
 
@@ -451,13 +368,13 @@ def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
     remembered = outcome.forget_at > now
     if following is not None:
         promoted = Job(
-            job.id,
-            following.work,
-            following.generation,
-            following.run_at,
-            following.arrival,
-            following.wall_at,
-            job.custom_id,
+            id=job.id,
+            work=following.work,
+            generation=following.generation,
+            run_at=following.run_at,
+            arrival=following.arrival,
+            wall_at=following.wall_at,
+            custom_id=job.custom_id,
             previous=outcome if remembered else job.previous,
             keep_until_at=job.keep_until_at,
         )
@@ -472,7 +389,13 @@ def _completed(job: Job, settlement: Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
     return Outcome(
-        job.generation, State.COMPLETED, now, forget_at, dedup_at, result=settlement.result, codec=settlement.codec
+        generation=job.generation,
+        state=State.COMPLETED,
+        ended_at=now,
+        forget_at=forget_at,
+        dedup_at=dedup_at,
+        result=settlement.result,
+        codec=settlement.codec,
     )
 
 
@@ -487,7 +410,7 @@ def _cancelled(job: Job, now: int) -> Outcome:
 
 
 def _forget_at(job: Job, ttl_ms: int, now: int) -> int:
-    """Where somebody waits, not so soon that they miss it, however far the clock has stepped on meanwhile."""
+    """Return the forget time. A waiter gets at least `WAITED_MS`, also if the clock has jumped ahead."""
     until = now + 1000 * (ttl_ms if job.keep_ms is None else job.keep_ms)
     return max(until, job.keep_until_at, now + 1000 * WAITED_MS) if job.keep_until_at else until
 
@@ -510,8 +433,8 @@ class Answer(Enum):
 
 
 def answer(job: Job | None, generation: int) -> Outcome | Answer:
-    """What a waiter for `generation` is told by the record, as `get` gave it: the oldest outcome that it holds and
-    that is not older than the waiter's request; else to wait while a live request can still answer."""
+    """Return the answer of a record, as `get` gave it, to a waiter for `generation`: the oldest outcome that is not
+    older than the waiter's request; else PENDING while a live request can still answer."""
     if job is None:
         return Answer.FORGOTTEN
     for outcome in (job.previous, job.outcome):

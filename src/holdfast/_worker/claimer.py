@@ -13,7 +13,8 @@ from typing import Any
 
 from holdfast._core.capacity import NEVER, Capacity, ClaimOrder
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
-from holdfast._core.jobs import Claim, Job
+from holdfast._core.jobs import Job
+from holdfast._core.replies import Claim
 from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S
 from holdfast.storage import Storage
 from holdfast.storage.validation import batches
@@ -185,7 +186,7 @@ class Claimer:
                     for topic in topics:  # What came before we listened was heard by nobody.
                         self._fleet.wake(topic.queue)
                     self._changed.set()
-                    events.tell(self._hear)
+                    events.on_event(self._hear)
                     await asyncio.Event().wait()
             except Exception as error:
                 log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._worker, error)

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-from holdfast._core.jobs import Extended, LeaseRef, WorkerFacts
+from holdfast._core.jobs import LeaseRef
+from holdfast._core.replies import Extended, WorkerFacts
 from holdfast._core.retry_policy import fence_of, timeout_ms
 from holdfast._worker.executor import Run
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from holdfast._core.capacity import Capacity
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Complete, Fail, Release, RetrySettlement, WorkerFacts
+from holdfast._core.jobs import Complete, Fail, Release, RetrySettlement
+from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import decode_error
 from holdfast._core.text import printable
 from holdfast._worker.executor import RunEvent

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, SettleResult
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
+from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import Policy, smaller
 from holdfast._worker.executor import Run
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable

@@ -17,7 +17,8 @@ from typing import Self
 from holdfast._core.capacity import Capacity, QueueLoad
 from holdfast._core.events import POLL_INTERVAL_S, EventKind
 from holdfast._core.failure import error_from_exception
-from holdfast._core.jobs import Complete, Job, Release, SettleResult, WorkerFacts
+from holdfast._core.jobs import Complete, Job, Release
+from holdfast._core.replies import SettleResult, WorkerFacts
 from holdfast._core.retry_policy import Ended, Policy, QueueConfig, Raised, Stopped, TimedOut, admit, fence_of, verdict
 from holdfast._worker.claimer import Claimer
 from holdfast._worker.executor import Executor, Listener, OnEvent, Run, RunEvent

@@ -23,7 +23,7 @@ from holdfast._client.app import Holdfast
 from holdfast._client.session import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
 from holdfast._core.text import length, printable
 from holdfast.errors import OptionError
-from holdfast.storage import DEFAULT_URL
+from holdfast.storage.urls import DEFAULT_URL
 
 NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
 """Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot

@@ -22,7 +22,7 @@ from holdfast._client.session import URL_VARIABLE
 from holdfast._core.jobs import State
 from holdfast.cli.common import NO, end
 from holdfast.errors import HoldfastError, JobFailed
-from holdfast.storage import redact
+from holdfast.storage.urls import redact
 
 QUICK_JOBS = 500
 DELAY_S = 3

@@ -9,7 +9,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._core.clock import SystemClock
-from holdfast._core.jobs import Snapshot, StorageInfo
+from holdfast._core.replies import Snapshot, StorageInfo
 from holdfast._worker.app_loader import load
 from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
 

@@ -13,8 +13,9 @@ from holdfast._client.app import Holdfast
 from holdfast._client.explain import explain as find_reasons
 from holdfast._client.queue import JobInfo
 from holdfast._core.events import Event, Topic
-from holdfast._core.jobs import QueueStats, Snapshot, State
+from holdfast._core.jobs import State
 from holdfast._core.options import from_at
+from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import length, printable
 from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, when, where, with_present_app
 

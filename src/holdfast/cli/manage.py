@@ -9,7 +9,8 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
-from holdfast._core.jobs import CancelResult, Placed, Problem, State
+from holdfast._core.jobs import State
+from holdfast._core.replies import CancelResult, Placed, Problem
 from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
 from holdfast.cli.inspect import STATES
 from holdfast.errors import JobNotFound

@@ -1,6 +1,6 @@
-"""Subscriptions within a process: hints go from the step that caused them to whoever listens. Thread-safe.
+"""Subscriptions within a process: the event bus hands the hints of a step to its listeners. Thread-safe.
 
-A hint may be dropped here when a listener does not keep up; every listener looks at the record once a second anyway.
+A hint is dropped when a listener does not keep up; every listener polls the record once a second anyway.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TypeVar
 from holdfast._core.events import Event, EventKind, Events, Topic
 
 MAX_PENDING = 10_000
-"""Hints that one listener may have before it; the oldest are dropped first."""
+"""Hints that wait for one listener at most; the oldest are dropped first."""
 
 TopicKey = TypeVar("TopicKey")
 
 Route = Callable[[Topic], bool]
-"""Which topics a message is for: where several ways lead to a listener, it should hear nothing twice."""
+"""Filter: which topics a message applies to. Prevents duplicate delivery when an event arrives on several channels."""
 
 
 def everyone(topic: Topic) -> bool:
@@ -27,23 +27,23 @@ def everyone(topic: Topic) -> bool:
 
 
 class Subscription:
-    """One listener. Iterate it for events, or have them told; it never ends by itself."""
+    """One listener. Iterate it for events, or set a callback; it never ends by itself."""
 
-    def __init__(self, hub: EventBus, topics: Sequence[Topic]) -> None:
+    def __init__(self, bus: EventBus, topics: Sequence[Topic]) -> None:
         self.topics = topics
-        self._hub = hub
+        self._bus = bus
         self._pending: deque[Event] = deque(maxlen=MAX_PENDING)
         self._arrival: asyncio.Future[None] | None = None
-        """Of whoever waits for the next event."""
-        self._tell: Callable[[Event], None] | None = None
+        """Resolved when the next event arrives, if a caller waits for it."""
+        self._callback: Callable[[Event], None] | None = None
         self.loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Events:
-        self._hub.add(self)
+        self._bus.add(self)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._hub.remove(self)
+        self._bus.remove(self)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
@@ -54,7 +54,7 @@ class Subscription:
         return self._pending.popleft()
 
     async def within(self, seconds: float) -> Event | None:
-        """The next event; None if there is none for so long."""
+        """Return the next event; None if none arrives within `seconds`."""
         if not self._pending:
             arrival = self._next_arrival()
             timer = self.loop.call_later(seconds, _release, arrival)
@@ -64,11 +64,11 @@ class Subscription:
                 timer.cancel()
         return self._pending.popleft() if self._pending else None
 
-    def tell(self, hear: Callable[[Event], None]) -> None:
-        """Call `hear` with each event as it comes, in place of keeping it."""
-        self._tell = hear
+    def on_event(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
+        self._callback = callback
         while self._pending:
-            hear(self._pending.popleft())
+            callback(self._pending.popleft())
 
     def _next_arrival(self) -> asyncio.Future[None]:
         if self._arrival is None or self._arrival.done():
@@ -76,12 +76,12 @@ class Subscription:
         return self._arrival
 
     def receive(self, events: Iterable[Event], route: Route) -> None:
-        """Take what those topics cover that are on this route. Called on the subscription's own loop."""
+        """Take the events that a topic on this route covers. Called on the loop of the subscription."""
         topics = [topic for topic in self.topics if route(topic)]
         for event in events:
             if any(topic.covers(event) for topic in topics):
-                if self._tell is not None:
-                    self._tell(event)
+                if self._callback is not None:
+                    self._callback(event)
                 else:
                     self._pending.append(event)
         if self._pending and self._arrival is not None:
@@ -94,7 +94,7 @@ def _release(arrival: asyncio.Future[None]) -> None:
 
 
 class EventBus:
-    """All the listeners of one storage in this process, by what they listen to: many wait, each for one job."""
+    """The listeners of one storage in this process, by topic: many of them wait for one job each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class EventBus:
                     _leave(self._to_jobs, (topic.queue, topic.id), subscription)
 
     def publish(self, events: Sequence[Event], route: Route = everyone) -> None:
-        """Hand events to the loops of those who listen to their queues. Callable from any thread."""
+        """Hand events to the loops of the listeners. Callable from any thread."""
         if not (self._to_queues or self._to_jobs):
             return
         wanted: dict[Subscription, list[Event]] = {}
@@ -126,15 +126,15 @@ class EventBus:
             for event in events:
                 for listeners in (self._to_queues.get(event.queue), self._to_jobs.get((event.queue, event.id))):
                     for subscription in listeners or ():
-                        heard = wanted.setdefault(subscription, [])
-                        if not heard or heard[-1] is not event:
-                            heard.append(event)
-        for subscription, heard in wanted.items():
-            _call(subscription, heard, route)
+                        chosen = wanted.setdefault(subscription, [])
+                        if not chosen or chosen[-1] is not event:
+                            chosen.append(event)
+        for subscription, chosen in wanted.items():
+            _call(subscription, chosen, route)
 
-    def poke(self) -> None:
-        """Something may have happened, nobody knows what: every listener should look. One event for those who wait for
-        work, and one for those who wait for an end."""
+    def notify_all(self) -> None:
+        """Make every listener poll, because events may have been missed: one event for listeners that wait for work,
+        one for those that wait for the end of a job."""
         with self._lock:
             everywhere = (*self._to_queues.values(), *self._to_jobs.values())
             listeners = {subscription for those in everywhere for subscription in those}

@@ -1,7 +1,7 @@
-"""What every storage refuses, before anything is sent or changed. One place, so that all refuse alike.
+"""The checks of arguments that every storage makes before anything is sent or changed.
 
-Most of it is said by the types of the values themselves (_core/jobs.py): a batch is packed and read back against
-them, which costs less than looking at each field and leaves nothing out. What is written can so always be read.
+Most limits are in the types of the values themselves (_core/jobs.py): a batch is packed and read back against them,
+which costs less than looking at each field and leaves no field out. So a value that was stored can always be read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from holdfast._core.events import Topic
+from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, MAX_EXTENSION_BYTES, Extension, ascends, extension_size
 from holdfast._core.jobs import (
     MAX_MS,
     Complete,
@@ -24,18 +25,18 @@ from holdfast._core.jobs import (
     State,
     Value,
     Work,
-    WorkerFacts,
 )
+from holdfast._core.replies import WorkerFacts
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_ITEMS = 250
-"""Items in one call: a longer list is the caller's to cut."""
+"""Items in one call: the caller cuts a longer list."""
 MAX_CALL_BYTES = 1_048_576
 """Payload bytes that one call or reply carries, unless a single item is larger."""
 MAX_PAYLOAD_BYTES = 1_048_576
 """The default limit of a payload, a result or an error record."""
 MOST_PAYLOAD_BYTES = 536_870_912
-"""No storage takes more, whatever it is told."""
+"""Upper limit of `max_payload`."""
 MAX_FACTS_BYTES = 65_536
 MAX_PAGE = 200
 MAX_SWEEP = 100
@@ -205,6 +206,8 @@ def check_requests(queue: str, requests: Sequence[Request], max_bytes: int) -> N
             total += _check_size("payload", request.work.payload, max_bytes, request.id)
         elif request.update is None or request.update.payload:
             raise OptionError(f"job {request.id!r:.80} has no payload: only Update(payload=False) may do without")
+        if request.work.extension:
+            total += _check_extension(request.work.extension, request.id)
         if request.run_at is not None and request.delay_ms is not None:
             raise OptionError(f"job {request.id!r:.80} has both delay_ms and run_at: give one of them")
     _check_total(total, len(requests))
@@ -250,7 +253,7 @@ def encode_cursor(key: tuple[int, ...], id: bytes) -> str:
 
 
 def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
-    """The place that a cursor names, in an index whose keys have so many places."""
+    """Return the place that a cursor names, in an index whose keys have `places` numbers."""
     try:
         *key, id = cursor.split(".")
         place = tuple(map(int, key)), bytes.fromhex(id)
@@ -300,7 +303,25 @@ def _check_follow_up(queue: str, id: str, work: Work, max_bytes: int) -> int:
         raise OptionError(f"{queue} is a fail handler's queue: its own failures have no follow-up, they stay listed")
     if work.payload is None:
         raise OptionError(f"the follow-up of {id!r:.80} has no payload")
-    return _check_size("follow-up payload", work.payload, max_bytes, id)
+    size = _check_size("follow-up payload", work.payload, max_bytes, id)
+    return size + _check_extension(work.extension, id) if work.extension else size
+
+
+def _check_extension(entries: Extension, id: str) -> int:
+    """Return the packed size. A caller sets only the extension of the work: other tags belong to the record."""
+    if not ascends(entries, FIRST_WORK_TAG, LAST_TAG):
+        tags = ", ".join(str(tag) for tag, _ in entries[:10])
+        raise OptionError(
+            f"the extension of job {id!r:.80} has the tags {tags}:"
+            f" give each tag from {FIRST_WORK_TAG} to {LAST_TAG} at most once, in ascending order"
+        )
+    size = extension_size(entries)
+    if size > MAX_EXTENSION_BYTES:
+        raise OptionError(
+            f"the extension of job {id!r:.80} has {size} bytes, at most {MAX_EXTENSION_BYTES} are taken:"
+            " put large values into the payload"
+        )
+    return size
 
 
 def _check_size(what: str, value: bytes | None, max_bytes: int, id: str) -> int:

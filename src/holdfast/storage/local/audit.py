@@ -1,26 +1,41 @@
-"""What the audit looks at, and how a repair mends it. Records are believed first, then indexes, then counts."""
+"""The audit: what is checked, and how it is repaired. Records are right first, then indexes, then counts.
+
+Redis and Valkey read their pages in another way and share `examine` and `compare_counts`.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import ENDS, STARTS, EventKind
-from holdfast._core.jobs import Job, Problem, State
+from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, ascends, split_extension
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import Problem, Repaired
 from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
+from holdfast.storage.local.transaction import QueueTransaction
+from holdfast.storage.validation import decode_cursor, encode_cursor, id_bytes
+
+REPAIR_PAGE = 200
+"""Records that one call of `repair` checks."""
 
 
 def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:
-    """What is wrong with a record, and the record as it should be written. A stamp that the queue has not given out
-    is taken into its time."""
+    """Return what is wrong with a record, if anything, and the record as it should be written. A stamp that the queue
+    has not given out is taken into its time."""
     job = found.job
     if job is None:
-        mended = lifecycle.damaged(found.id, found.payload, time.last_at)
-        return Problem("garbled", queue, found.id, "the record cannot be read"), mended
+        repaired = lifecycle.damaged(found.id, found.payload, time.last_at)
+        return Problem("garbled", queue, found.id, "the record cannot be read"), repaired
     if job.run is not None and job.outcome is not None:
-        mended = msgspec.structs.replace(job, run=None)
-        return Problem("both", queue, found.id, "the record has a lease and an outcome"), mended
+        repaired = replace(job, run=None)
+        return Problem("both", queue, found.id, "the record has a lease and an outcome"), repaired
+    sorted_job = _with_sorted_extension(job)
+    if sorted_job is not job:
+        return Problem("extension", queue, found.id, "an entry of the extension is at the wrong place"), sorted_job
     index, key = index_of(job)
     if found.index is None:
         return Problem("unindexed", queue, found.id, f"the record is {index} but in no index"), job
@@ -35,23 +50,73 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
     return None, job
 
 
-def recount(table: Table, queue: str, ledger: QueueMeta, dry_run: bool) -> list[Problem]:
-    """Do the counts match the records, and do the totals add up? Where not, the records are right."""
+def _with_sorted_extension(job: Job) -> Job:
+    """Return the job itself if the tags of its extensions ascend, and are those of the record or of the work; else with
+    each entry at its place. An entry of the record has no place in `next`, which is not a generation yet."""
+    run, following = job.run, None if job.run is None else job.run.next
+    if run is not None and following is not None and not ascends(following.work.extension, FIRST_WORK_TAG, LAST_TAG):
+        work = replace(following.work, extension=split_extension(following.work.extension)[1])
+        job = replace(job, run=replace(run, next=replace(following, work=work)))
+    if ascends(job.extension, 1, FIRST_WORK_TAG - 1) and ascends(job.work.extension, FIRST_WORK_TAG, LAST_TAG):
+        return job
+    of_job, of_work = split_extension((*job.extension, *job.work.extension))
+    return replace(job, work=replace(job.work, extension=of_work), extension=of_job)
+
+
+def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None) -> Repaired:
+    """Check one page of records in the order of their ids, and the counts after the last one; repair what is wrong."""
+    table, queue, meta = transaction.table, transaction.queue, transaction.meta
+    start = None if cursor is None else decode_cursor(cursor, 0)
+    strays = table.check_indexes(queue) if start is None else []
+    if strays and not dry_run:
+        table.rebuild_indexes(queue)
+    found = table.inspect(queue, start, REPAIR_PAGE)
+    at_end = len(found) < REPAIR_PAGE
     problems: list[Problem] = []
-    if ledger.rebuilt:
-        problems.append(Problem("ledger", queue, "", "it could not be read: totals, pause and skew are lost"))
+    for record in found:
+        problem, repaired = examine(queue, record, transaction.time)
+        if problem is not None:
+            problems.append(problem)
+            if not dry_run:
+                transaction.rewrite(repaired)
+    if not dry_run:
+        transaction.close()
+    problems += [Problem("index", queue, "", stray) for stray in strays]
+    if at_end:
+        problems += _recount(table, queue, meta, dry_run)
+    if problems and not dry_run:
+        meta.time = transaction.time
+        table.write_meta(queue)
+    return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
+
+
+def _recount(table: Table, queue: str, meta: QueueMeta, dry_run: bool) -> list[Problem]:
     actual = table.tally(queue)
-    for name in (*State, *VIEWS):
-        counted, there = ledger.counts.get(name, 0), actual.get(name, 0)
-        if counted != there:
-            problems.append(Problem("count", queue, "", f"{name} is counted as {counted}, there are {there}"))
-    started = sum(ledger.totals.get(kind, 0) for kind in STARTS)
-    ended = sum(ledger.totals.get(kind, 0) for kind in ENDS)
+    counted = {name: meta.counts.get(name, 0) for name in (*State, *VIEWS)}
+    problems, missing = compare_counts(queue, counted, actual, meta.totals, rebuilt=meta.rebuilt)
+    if not dry_run:
+        meta.rebuilt = False
+        meta.counts = actual
+        meta.totals[EventKind.ENQUEUED] = meta.totals.get(EventKind.ENQUEUED, 0) + missing
+    return problems
+
+
+def compare_counts(
+    queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int], *, rebuilt: bool
+) -> tuple[list[Problem], int]:
+    """Compare a queue's counts with those of its records, which are right where the two differ, and check that the
+    totals add up. Returns the problems and the number by which the total of enqueued jobs is too low."""
+    problems: list[Problem] = []
+    if rebuilt:
+        detail = "the metadata could not be read: totals, pause and skew are lost"
+        problems.append(Problem("meta", queue, "", detail))
+    for name, number in counted.items():
+        found = actual.get(name, 0)
+        if number != found:
+            problems.append(Problem("count", queue, "", f"{name} is counted as {number}, there are {found}"))
+    started = sum(totals.get(kind, 0) for kind in STARTS)
+    ended = sum(totals.get(kind, 0) for kind in ENDS)
     live = actual.get(State.WAITING, 0) + actual.get(State.RUNNING, 0)
     if started != ended + live:
         problems.append(Problem("total", queue, "", f"{started} were started, {ended} ended and {live} are live"))
-    if not dry_run:
-        ledger.rebuilt = False
-        ledger.counts = actual
-        ledger.totals[EventKind.ENQUEUED] = ledger.totals.get(EventKind.ENQUEUED, 0) + ended + live - started
-    return problems
+    return problems, ended + live - started

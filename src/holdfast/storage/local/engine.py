@@ -1,56 +1,58 @@
 """The verbs, for storages whose atomic step is a Python function: memory and SQLite.
 
-Each method is one step: read the records, let the machine decide, write what changed. The storage wraps a step in its
-lock or transaction; nothing here knows which. `Table` is all that such a storage must provide.
+Each method of `Engine` is one step: read the records, let the lifecycle decide, write what changed. `LocalStorage`
+hands a verb to its `_step`, which takes a lock or begins a transaction. Such a storage provides `_step` and a `Table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import (
-    FINISHED,
+from holdfast._core.extension import extension_size
+from holdfast._core.jobs import FINISHED, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.replies import (
     CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Fail,
-    Job,
     KeepResult,
-    LeaseRef,
     Page,
-    Placed,
-    Problem,
     QueueStats,
     Repaired,
-    Request,
-    Settlement,
     SettleResult,
     Snapshot,
-    State,
     Swept,
     WorkerCommands,
     WorkerFacts,
     WorkerInfo,
 )
-from holdfast.storage.local.audit import examine, recount
-from holdfast.storage.local.reading import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.base import Storage
+from holdfast.storage.local.audit import repair_page
 from holdfast.storage.local.table import QueueMeta, Table
 from holdfast.storage.local.transaction import QueueTransaction
-from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_SWEEP, decode_cursor, encode_cursor, id_bytes
+from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.validation import (
+    FAILED_SUFFIX,
+    MAX_CALL_BYTES,
+    MAX_ITEMS,
+    MAX_SWEEP,
+)
+
+T = TypeVar("T")
 
 SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
 FORGET_ON_ENQUEUE = 2
 """How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
-MEND_PASSES = 2
+REWRITE_PASSES = 2
 """How often a claim looks for what is misplaced before it takes what it finds."""
-REPAIR_PAGE = 200
 
 
 class Engine:
@@ -60,72 +62,78 @@ class Engine:
         self.table = table
         self.clock = clock
 
-    def _books(self, queue: str) -> QueueTransaction | None:
-        ledger = self.table.ledger(queue)
-        return None if ledger is None else QueueTransaction(self.table, queue, ledger, self.clock.now_us())
+    def _existing(self, queue: str) -> QueueTransaction | None:
+        """Return a transaction on a queue; None if the queue does not exist."""
+        meta = self.table.meta(queue)
+        return None if meta is None else QueueTransaction(self.table, queue, meta, self.clock.now_us())
 
     def _open(self, queue: str) -> QueueTransaction:
+        """Return a transaction on a queue, which is made if it does not exist."""
         return QueueTransaction(self.table, queue, self.table.open(queue), self.clock.now_us())
 
     def _time(self, queue: str) -> QueueTime:
         """The queue's time for a step that only reads."""
-        ledger = self.table.ledger(queue)
-        time = QueueTime() if ledger is None else replace(ledger.time)
+        meta = self.table.meta(queue)
+        time = QueueTime() if meta is None else replace(meta.time)
         time.tick(self.clock.now_us())
         return time
 
     def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
-        books = self._open(queue)
-        books.sweep_forgotten(FORGET_ON_ENQUEUE)
-        replies = _start(books, requests) or _enqueue(books, requests)
-        books.close()
+        transaction = self._open(queue)
+        transaction.sweep_forgotten(FORGET_ON_ENQUEUE)
+        replies = _start(transaction, requests) or _enqueue(transaction, requests)
+        transaction.close()
         return replies
 
     def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return Claim([], self.clock.now_us(), None, None)
-        books.sweep(SWEEP_ON_CLAIM)
-        books.sweep_forgotten(SWEEP_ON_CLAIM)
-        paused = books.ledger.paused
-        books.close()
+        transaction.sweep(SWEEP_ON_CLAIM)
+        transaction.sweep_forgotten(SWEEP_ON_CLAIM)
+        paused = transaction.meta.paused
+        transaction.close()
         jobs = [] if paused else self._claim_due(queue, limit, worker, lease_ms)
         next_run_at = None if paused else self.table.next_run_at(queue)
         next_sweep_at = self.table.next_sweep_at(queue)
-        return Claim([as_read(job, books.time) for job in jobs], books.now, next_run_at, next_sweep_at, paused)
+        return Claim(
+            [as_read(job, transaction.time) for job in jobs], transaction.now, next_run_at, next_sweep_at, paused
+        )
 
     def ready(self, queues: Sequence[str]) -> list[str]:
         return [queue for queue in queues if self._is_ready(queue)]
 
     def _is_ready(self, queue: str) -> bool:
-        ledger = self.table.ledger(queue)
-        if ledger is None:
+        meta = self.table.meta(queue)
+        if meta is None:
             return False
-        times = [self.table.next_sweep_at(queue), None if ledger.paused else self.table.next_run_at(queue)]
+        times = [self.table.next_sweep_at(queue), None if meta.paused else self.table.next_run_at(queue)]
         now = self._time(queue).last_at
         return any(at is not None and at <= now for at in times)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
         misplaced it."""
-        for _ in range(MEND_PASSES):
-            books = self._open(queue)
-            due = self.table.due(queue, books.now, limit)
-            misplaced = [job for job in due if _misplaced(job, books.time)]
+        for _ in range(REWRITE_PASSES):
+            transaction = self._open(queue)
+            due = self.table.due(queue, transaction.now, limit)
+            misplaced = [job for job in due if _misplaced(job, transaction.time)]
             if not misplaced:
-                return _claim(books, due, worker, lease_ms)
+                return _claim(transaction, due, worker, lease_ms)
             for job in misplaced:
-                books.mend(job if job.state is not State.WAITING else lifecycle.follow_clock(job, books.time))
-            books.close()
-        books = self._open(queue)
-        due = self.table.due(queue, books.now, limit)
-        return _claim(books, [job for job in due if not _misplaced(job, books.time)], worker, lease_ms)
+                transaction.rewrite(
+                    job if job.state is not State.WAITING else lifecycle.follow_clock(job, transaction.time)
+                )
+            transaction.close()
+        transaction = self._open(queue)
+        due = self.table.due(queue, transaction.now, limit)
+        return _claim(transaction, [job for job in due if not _misplaced(job, transaction.time)], worker, lease_ms)
 
     def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return [SettleResult.LOST] * len(batch)
-        records = books.load([item.id for item in batch])
+        records = transaction.load([item.id for item in batch])
         replies: list[SettleResult] = []
         follow_ups: list[Request] = []
         for item in batch:
@@ -133,12 +141,12 @@ class Engine:
             if job is None or not lifecycle.holds(job, worker, item.fence):
                 replies.append(SettleResult.LOST)
                 continue
-            step = lifecycle.settle(job, item, books.time)
+            step = lifecycle.settle(job, item, transaction.time)
             if isinstance(item, Fail) and item.follow_up is not None and EventKind.FAILED in step.kinds:
                 follow_ups.append(Request(f"{item.id}@{job.generation}", item.follow_up, custom_id=True))
-            records[item.id] = books.put(item.id, job, step)
+            records[item.id] = transaction.record_change(item.id, job, step)
             replies.append(SettleResult.OK)
-        books.close()
+        transaction.close()
         if follow_ups:
             companion = self._open(queue + FAILED_SUFFIX)
             _enqueue(companion, follow_ups)
@@ -146,10 +154,10 @@ class Engine:
         return replies
 
     def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return Extended(list(leases), [])
-        records = books.load([lease.id for lease in leases])
+        records = transaction.load([lease.id for lease in leases])
         lost: list[LeaseRef] = []
         cancel_asked: list[LeaseRef] = []
         for lease in leases:
@@ -159,35 +167,35 @@ class Engine:
                 continue
             if job.run.cancel_asked:
                 cancel_asked.append(lease)
-            step = lifecycle.Step(lifecycle.extend(job, lease, lease_ms, books.now))
-            records[lease.id] = books.put(lease.id, job, step)
-        books.close()
+            step = lifecycle.Step(lifecycle.extend(job, lease, lease_ms, transaction.now))
+            records[lease.id] = transaction.record_change(lease.id, job, step)
+        transaction.close()
         return Extended(lost, cancel_asked)
 
     def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return [CancelResult.MISSING] * len(ids)
-        records = books.load(ids)
+        records = transaction.load(ids)
         replies: list[CancelResult] = []
         for id in ids:
-            step, reply = lifecycle.cancel(records[id], books.now)
-            records[id] = books.put(id, records[id], step)
+            step, reply = lifecycle.cancel(records[id], transaction.now)
+            records[id] = transaction.record_change(id, records[id], step)
             replies.append(reply)
-        books.close()
+        transaction.close()
         return replies
 
     def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[KeepResult]:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return [KeepResult.MISSING] * len(ids)
-        records = books.load(ids)
+        records = transaction.load(ids)
         replies: list[KeepResult] = []
         for id in ids:
-            job, reply = lifecycle.keep(records[id], ttl_ms, at_least, books.now)
-            records[id] = books.put(id, records[id], lifecycle.Step(job))
+            job, reply = lifecycle.keep(records[id], ttl_ms, at_least, transaction.now)
+            records[id] = transaction.record_change(id, records[id], lifecycle.Step(job))
             replies.append(reply)
-        books.close()
+        transaction.close()
         return replies
 
     def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
@@ -218,9 +226,9 @@ class Engine:
         return Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
 
     def _stats(self, queue: str, workers: Sequence[WorkerInfo]) -> QueueStats:
-        ledger = self.table.ledger(queue) or QueueMeta()
+        meta = self.table.meta(queue) or QueueMeta()
         now = self._time(queue).last_at
-        counts = ledger.counts
+        counts = meta.counts
         past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
         heads = self.table.heads(queue, now) if counts.get(State.WAITING, 0) > scheduled else []
@@ -236,30 +244,30 @@ class Engine:
             failed=counts.get(State.FAILED, 0) - past[State.FAILED],
             cancelled=counts.get(State.CANCELLED, 0) - past[State.CANCELLED],
             oldest_ready_ms=max(0, now - oldest) // 1000,
-            paused=ledger.paused,
-            reason=ledger.reason,
+            paused=meta.paused,
+            reason=meta.reason,
             workers=[w.worker for w in workers if queue in served_by(w)],
-            totals=dict(ledger.totals),
+            totals=dict(meta.totals),
         )
 
     def pause(self, queue: str, paused: bool, *, reason: str) -> None:
-        ledger = self.table.open(queue)
-        ledger.paused = paused
-        ledger.reason = reason if paused else ""
-        self.table.write_ledger(queue)
+        meta = self.table.open(queue)
+        meta.paused = paused
+        meta.reason = reason if paused else ""
+        self.table.write_meta(queue)
 
     def sweep(self, queue: str, limit: int, *, worker: str | None) -> Swept:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return Swept([], [], 0, False, None)
-        overdue, stalled, more = books.sweep(limit, worker)
-        forgotten = books.sweep_forgotten(limit)
-        books.close()
+        overdue, stalled, more = transaction.sweep(limit, worker)
+        forgotten = transaction.sweep_forgotten(limit)
+        transaction.close()
         return Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
     def purge(self, queue: str, states: Collection[State], limit: int, *, drop: bool) -> int:
-        books = self._books(queue)
-        if books is None:
+        transaction = self._existing(queue)
+        if transaction is None:
             return 0
         done = 0
         for state in (state for state in State if state in states and state is not State.RUNNING):
@@ -268,23 +276,23 @@ class Engine:
             jobs, _ = self.table.page(queue, state, None, limit - done)
             for job in jobs:
                 kind = EventKind.PURGED if job.state is State.WAITING else EventKind.FORGOTTEN
-                books.put(job.id, job, lifecycle.Step(None, (kind,)))
+                transaction.record_change(job.id, job, lifecycle.Step(None, (kind,)))
             done += len(jobs)
         if State.RUNNING in states:
-            done += self._ask_to_cancel(books, limit - done)
-        books.close()
-        if drop and not done and not any(books.ledger.counts.get(state) for state in State):
+            done += self._ask_to_cancel(transaction, limit - done)
+        transaction.close()
+        if drop and not done and not any(transaction.meta.counts.get(state) for state in State):
             self.table.drop(queue)
         return done
 
-    def _ask_to_cancel(self, books: QueueTransaction, limit: int) -> int:
+    def _ask_to_cancel(self, transaction: QueueTransaction, limit: int) -> int:
         asked, after = 0, None
         while asked < limit:
-            jobs, after = self.table.page(books.queue, State.RUNNING, after, MAX_SWEEP)
+            jobs, after = self.table.page(transaction.queue, State.RUNNING, after, MAX_SWEEP)
             for job in jobs:
                 if job.run is not None and not job.run.cancel_asked and asked < limit:
-                    step, _ = lifecycle.cancel(job, books.now)
-                    books.put(job.id, job, step)
+                    step, _ = lifecycle.cancel(job, transaction.now)
+                    transaction.record_change(job.id, job, step)
                     asked += 1
             if after is None:
                 break
@@ -310,75 +318,48 @@ class Engine:
         return False
 
     def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> Repaired:
-        ledger = self.table.ledger(queue)
-        if ledger is None:
-            return Repaired([], 0, None)
-        books = QueueTransaction(self.table, queue, ledger, self.clock.now_us())
-        start = None if cursor is None else decode_cursor(cursor, 0)
-        strays = self.table.check_indexes(queue) if start is None else []
-        if strays and not dry_run:
-            self.table.rebuild_indexes(queue)
-        found = self.table.inspect(queue, start, REPAIR_PAGE)
-        at_end = len(found) < REPAIR_PAGE
-        problems: list[Problem] = []
-        for record in found:
-            problem, mended = examine(queue, record, books.time)
-            if problem is not None:
-                problems.append(problem)
-                if not dry_run:
-                    books.mend(mended)
-        if not dry_run:
-            books.close()
-        problems += [Problem("index", queue, "", stray) for stray in strays]
-        if at_end:
-            problems += recount(self.table, queue, ledger, dry_run)
-        if problems and not dry_run:
-            ledger.time = books.time
-            self.table.write_ledger(queue)
-        return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
+        transaction = self._existing(queue)
+        return Repaired([], 0, None) if transaction is None else repair_page(transaction, dry_run, cursor)
 
 
-def _start(books: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued] | None:
-    """Enqueue ids that nobody chose. They are new, so nothing is read first, and all become at once what the machine
-    would make of each. None if one has a wall time or no payload, or is there already: then nothing was done."""
-    if any(request.custom_id or request.run_at is not None or request.work.payload is None for request in requests):
+def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued] | None:
+    """Enqueue ids that Holdfast made. They are new, so no record is read first. None if an id was chosen by its caller,
+    has no payload or is there already: then nothing was done."""
+    if any(request.custom_id or request.work.payload is None for request in requests):
         return None
-    now, newest = books.now, books.time.last_stamp
-    jobs: list[Job] = []
-    for request in requests:
-        stamp = books.time.stamp()
-        run_at = now + 1000 * (request.delay_ms or 0)
-        keep_until_at = now + 1000 * request.keep_ms if request.keep_ms else 0
-        jobs.append(Job(request.id, request.work, stamp, run_at, stamp, keep_until_at=keep_until_at))
-    if books.add(jobs):
-        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
-    books.time.last_stamp = newest
+    time = transaction.time
+    newest = time.last_stamp
+    started = [lifecycle.start(None, request, request.work, time, time.stamp()) for request in requests]
+    if transaction.add([step.job for step, _ in started if step.job is not None]):
+        return [reply for _, reply in started]
+    time.last_stamp = newest
     return None
 
 
-def _enqueue(books: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued]:
-    records = books.load([request.id for request in requests])
+def _enqueue(transaction: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued]:
+    records = transaction.load([request.id for request in requests])
     replies: list[Enqueued] = []
     for request in requests:
         before = records[request.id]
-        step, reply = lifecycle.enqueue(before, request, books.time)
-        records[request.id] = books.put(request.id, before, step)
+        step, reply = lifecycle.enqueue(before, request, transaction.time)
+        records[request.id] = transaction.record_change(request.id, before, step)
         replies.append(reply)
     return replies
 
 
-def _claim(books: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
+def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
     """Lease these jobs, up to the limit of a reply."""
     claimed: list[Job] = []
     size = 0
     for job in due:
-        size += len(job.work.payload or b"")
+        work = job.work
+        size += len(work.payload or b"") + (extension_size(work.extension) if work.extension else 0)
         if claimed and size > MAX_CALL_BYTES:
             break
-        running = books.put(job.id, job, lifecycle.claim(job, worker, lease_ms, books.time))
+        running = transaction.record_change(job.id, job, lifecycle.claim(job, worker, lease_ms, transaction.time))
         assert running is not None
         claimed.append(running)
-    books.close()
+    transaction.close()
     return claimed
 
 
@@ -387,3 +368,69 @@ def _misplaced(job: Job, time: QueueTime) -> bool:
     if job.run is not None or job.outcome is not None:
         return True
     return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
+
+
+class LocalStorage(Storage):
+    """A storage whose verbs are methods of `Engine`. Memory and SQLite differ in how `_step` makes one atomic."""
+
+    @abstractmethod
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+        """Run a verb as one atomic step. `items` says how many records it may touch."""
+
+    async def _look(self, verb: Callable[[Engine], T]) -> T:
+        """Run a verb that only reads, and may read many records."""
+        return await self._step(verb, writes=False)
+
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+        return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
+
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
+        return await self._step(
+            lambda engine: engine.claim(queue, limit, worker=worker, lease_ms=lease_ms), items=limit
+        )
+
+    async def _ready(self, queues: Sequence[str]) -> list[str]:
+        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
+
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
+        return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
+
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
+        return await self._step(
+            lambda engine: engine.extend(queue, leases, worker=worker, lease_ms=lease_ms), items=len(leases)
+        )
+
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+        return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
+
+    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
+
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
+        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
+
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
+        return await self._look(lambda engine: engine.scan(queue, state=state, after=after, limit=limit))
+
+    async def _snapshot(self) -> Snapshot:
+        return await self._look(lambda engine: engine.snapshot())
+
+    async def _pause(self, queue: str, paused: bool, reason: str) -> None:
+        await self._step(lambda engine: engine.pause(queue, paused, reason=reason))
+
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
+        return await self._step(lambda engine: engine.sweep(queue, limit, worker=worker), items=limit)
+
+    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
+        return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
+
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
+        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
+
+    async def _evict(self, worker: str) -> bool:
+        return await self._step(lambda engine: engine.evict(worker))
+
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
+        if dry_run:
+            return await self._look(lambda engine: engine.repair(queue, dry_run=True, cursor=cursor))
+        return await self._step(lambda engine: engine.repair(queue, dry_run=False, cursor=cursor), items=MAX_ITEMS)

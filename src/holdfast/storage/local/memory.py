@@ -1,6 +1,6 @@
 """Jobs in the memory of one process: a real storage, the tests' oracle, and what users' own tests run on.
 
-Indexes are sorted lists. `memory://name` is shared by everyone in the process who names it.
+Indexes are sorted lists. `memory://name` is shared by all who use that name in the process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Self, TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event
-from holdfast._core.jobs import PRIORITIES, Enqueued, Job, Request, State, StorageInfo, WorkerInfo
+from holdfast._core.jobs import PRIORITIES, Job, Request, State
+from holdfast._core.replies import Enqueued, StorageInfo, WorkerInfo
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.local.base import LocalStorage
-from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change, Found, Place, QueueMeta, SortKey, count, index_of, view_of
 from holdfast.storage.validation import id_bytes
 
@@ -29,7 +29,7 @@ class MemoryQueue:
     """The records of one queue and the five indexes over them."""
 
     def __init__(self) -> None:
-        self.ledger = QueueMeta()
+        self.meta = QueueMeta()
         self.records: dict[bytes, Job] = {}
         self.indexes: dict[str, list[Place]] = {state: [] for state in State}
 
@@ -40,7 +40,7 @@ class MemoryQueue:
     def add(self, key: bytes, job: Job) -> None:
         self.records[key] = job
         self.place(key, job)
-        count(self.ledger, job.state, view_of(job), 1)
+        count(self.meta, job.state, view_of(job), 1)
 
     def displace(self, key: bytes, job: Job) -> None:
         index, at = index_of(job)
@@ -77,17 +77,17 @@ class MemoryTable:
         """The highest stamp of the queues that were dropped: none is given out twice."""
         self.events: list[Event] = []
         self.home: int | None = None
-        """The process that opened it first. What was forked from that has a copy, which nobody shares."""
+        """The process that opened it first. A forked process has a copy that it shares with no other."""
 
-    def ledger(self, queue: str) -> QueueMeta | None:
+    def meta(self, queue: str) -> QueueMeta | None:
         found = self._queues.get(queue)
-        return None if found is None else found.ledger
+        return None if found is None else found.meta
 
     def open(self, queue: str) -> QueueMeta:
         if queue not in self._queues:
             self._queues[queue] = MemoryQueue()
-            self._queues[queue].ledger.time.last_stamp = self._floor
-        return self._queues[queue].ledger
+            self._queues[queue].meta.time.last_stamp = self._floor
+        return self._queues[queue].meta
 
     def queues(self) -> list[str]:
         return list(self._queues)
@@ -116,18 +116,18 @@ class MemoryTable:
                     into.displace_everywhere(key)
                 else:
                     into.displace(key, change.before)
-                count(into.ledger, change.before.state, view_of(change.before), -1)
+                count(into.meta, change.before.state, view_of(change.before), -1)
             if change.after is not None:
                 into.add(key, change.after)
             else:
                 del into.records[key]
         self.events.extend(events)
 
-    def write_ledger(self, queue: str) -> None:
+    def write_meta(self, queue: str) -> None:
         pass
 
     def drop(self, queue: str) -> None:
-        self._floor = max(self._floor, self._queues.pop(queue).ledger.time.last_stamp)
+        self._floor = max(self._floor, self._queues.pop(queue).meta.time.last_stamp)
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         found: list[Job] = []
@@ -224,7 +224,7 @@ class MemoryTable:
                 if job is None:
                     strays.append(f"{index} names {key!r:.80}, which has no record")
                 elif index_of(job) != (index, at):
-                    strays.append(f"{index} names {key!r:.80}, which belongs into {index_of(job)[0]}")
+                    strays.append(f"{index} names {key!r:.80}, which belongs in {index_of(job)[0]}")
         return strays
 
     def rebuild_indexes(self, queue: str) -> None:
@@ -235,8 +235,8 @@ class MemoryTable:
 
 
 class MemoryStorage(LocalStorage):
-    """Jobs in this process's memory. Gone with the process. For any number of threads: a step holds the lock, and what
-    it has to tell is handed to the loops of those who listen."""
+    """Jobs in the memory of this process, lost with it. For any number of threads: a step holds the lock, and its
+    events are handed to the loops of the listeners."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class MemoryStorage(LocalStorage):
     def __repr__(self) -> str:
         return f"<MemoryStorage memory://{self.name}>"
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         with self._lock:
             home = self.table.home = self.table.home or os.getpid()
             if home != os.getpid():
@@ -268,21 +268,21 @@ class MemoryStorage(LocalStorage):
                 )
             self._opened += 1
             self._pid = home
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def _close(self) -> None:
         with self._lock:
             self._opened -= 1
             if not self._opened:
                 self._pid = None
 
-    async def about(self) -> StorageInfo:
+    async def _about(self) -> StorageInfo:
         keeps = "nothing survives the end of this process"
         return StorageInfo(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
 
     def clone(self) -> Self:
         """Everything is shared but whether it is open."""
         clone = copy.copy(self)
+        clone.lazy, clone._opening = False, None
         clone._opened, clone._pid = 0, None
         return clone
 
@@ -292,9 +292,8 @@ class MemoryStorage(LocalStorage):
         )
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
-        self._check_open()
         with self._lock:
             result = verb(self._engine)
             events, self.table.events = self.table.events, []
-        self._hub.publish(events)
+        self._bus.publish(events)
         return result

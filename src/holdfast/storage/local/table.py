@@ -9,7 +9,8 @@ import msgspec
 
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import Event
-from holdfast._core.jobs import Job, State, WorkerInfo
+from holdfast._core.jobs import Job, State
+from holdfast._core.replies import WorkerInfo
 
 VIEWS = ("retrying", "deferred")
 """What records are counted under besides their state."""
@@ -21,7 +22,7 @@ Place = tuple[SortKey, bytes]
 
 
 class QueueMeta(msgspec.Struct):
-    """What a queue knows of itself: its time, how many records are in which state, what has happened so far."""
+    """The metadata of a queue: its time, the number of records by state, the number of events by kind, its pause."""
 
     time: QueueTime = msgspec.field(default_factory=QueueTime)
     counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
@@ -29,7 +30,7 @@ class QueueMeta(msgspec.Struct):
     paused: bool = False
     reason: str = ""
     rebuilt: bool = False
-    """It could not be read, and was made anew from the records: totals, pause and skew are lost."""
+    """The metadata could not be read and was rebuilt from the records: totals, pause and skew are lost."""
 
 
 class Change(msgspec.Struct, gc=False):
@@ -55,13 +56,13 @@ class Table(Protocol):
     when it is written, having been live, `write` adds it to the failed ones in the totals. `add` writes new jobs
     unread: False if one of the ids has a record, or is there twice, and then nothing has happened."""
 
-    def ledger(self, queue: str) -> QueueMeta | None: ...
+    def meta(self, queue: str) -> QueueMeta | None: ...
     def open(self, queue: str) -> QueueMeta: ...
     def queues(self) -> list[str]: ...
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]: ...
     def add(self, queue: str, jobs: Sequence[Job]) -> bool: ...
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None: ...
-    def write_ledger(self, queue: str) -> None: ...
+    def write_meta(self, queue: str) -> None: ...
     def drop(self, queue: str) -> None: ...
     def due(self, queue: str, now: int, limit: int) -> list[Job]: ...
     def heads(self, queue: str, now: int) -> list[Job]: ...
@@ -106,8 +107,8 @@ def view_of(job: Job) -> str | None:
     return "retrying" if job.retries > 0 and job.outcome is None else None
 
 
-def count(ledger: QueueMeta, state: str, view: str | None, by: int) -> None:
+def count(meta: QueueMeta, state: str, view: str | None, by: int) -> None:
     """Count a record in (by=1) or out (by=-1)."""
-    ledger.counts[state] = ledger.counts.get(state, 0) + by
+    meta.counts[state] = meta.counts.get(state, 0) + by
     if view is not None:
-        ledger.counts[view] = ledger.counts.get(view, 0) + by
+        meta.counts[view] = meta.counts.get(view, 0) + by

@@ -1,4 +1,4 @@
-"""One queue's records during one atomic step: read once, changed by the machine, written once."""
+"""The unit of work of one atomic step on one queue."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from holdfast.storage.local.table import Change, QueueMeta, Table
 
 
 class QueueTransaction:
-    """One queue's records during one step: read once, changed by the machine, written once."""
+    """The records of one queue during one step: read once, changed by the lifecycle, written once."""
 
-    def __init__(self, table: Table, queue: str, ledger: QueueMeta, wall: int) -> None:
+    def __init__(self, table: Table, queue: str, meta: QueueMeta, wall: int) -> None:
         self.table = table
         self.queue = queue
-        self.ledger = ledger
-        self.time = msgspec.structs.replace(ledger.time)
+        self.meta = meta
+        self.time = msgspec.structs.replace(meta.time)
         self.now = self.time.tick(wall)
         self._changes: dict[str, Change] = {}
         self._events: list[Event] = []
 
     def load(self, ids: Sequence[str]) -> dict[str, Job | None]:
-        """The records as this step has left them so far."""
+        """Return the records as this step has left them so far."""
         loaded = self.table.load(self.queue, ids)
         records: dict[str, Job | None] = {id: loaded.get(id) for id in ids}
         records.update({id: change.after for id, change in self._changes.items() if id in records})
         return records
 
-    def put(self, id: str, before: Job | None, step: lifecycle.Step) -> Job | None:
-        """Note what a step did to a record, and return the record."""
+    def record_change(self, id: str, before: Job | None, step: lifecycle.Step) -> Job | None:
+        """Record the change and the events of a lifecycle step, and return the new record."""
         after = step.job
         if after is not before:
             if after is not None and after.previous is not None:
@@ -45,7 +45,7 @@ class QueueTransaction:
         for kind in step.kinds:
             ended = kind in ENDS and before is not None
             generation = before.generation if ended and before else after.generation if after else 0
-            self.note(kind, id, generation, 0 if after is None else after.run_at)
+            self.record_event(kind, id, generation, 0 if after is None else after.run_at)
         return after
 
     def add(self, jobs: Sequence[Job]) -> bool:
@@ -53,11 +53,11 @@ class QueueTransaction:
         if not self.table.add(self.queue, jobs):
             return False
         for job in jobs:
-            self.note(EventKind.ENQUEUED, job.id, job.generation, job.run_at)
+            self.record_event(EventKind.ENQUEUED, job.id, job.generation, job.run_at)
         return True
 
-    def note(self, kind: EventKind, id: str, generation: int = 0, run_at: int = 0) -> None:
-        totals = self.ledger.totals
+    def record_event(self, kind: EventKind, id: str, generation: int = 0, run_at: int = 0) -> None:
+        totals = self.meta.totals
         totals[kind] = totals.get(kind, 0) + 1
         self._events.append(Event(kind, self.queue, id, generation, run_at))
 
@@ -65,7 +65,7 @@ class QueueTransaction:
         """Mark or take back expired leases: those now overdue, those taken back, and whether there may be more."""
         overdue: list[str] = []
         stalled: list[str] = []
-        if not self.ledger.counts.get(State.RUNNING):
+        if not self.meta.counts.get(State.RUNNING):
             return overdue, stalled, False
         if worker is None:
             jobs = self.table.expired(self.queue, self.now, limit)
@@ -73,33 +73,33 @@ class QueueTransaction:
             jobs = self.table.held_by(self.queue, worker, limit)
         for job in jobs:
             if job.run is None:
-                self.mend(job)
+                self.rewrite(job)
                 continue
             step = lifecycle.expire(job, self.time) if worker is None else lifecycle.take_back(job, self.time)
-            self.put(job.id, job, step)
+            self.record_change(job.id, job, step)
             (stalled if step.kinds else overdue).append(job.id)
         return overdue, stalled, len(jobs) == limit
 
     def sweep_forgotten(self, limit: int) -> int:
-        counts = self.ledger.counts
+        counts = self.meta.counts
         if not (counts.get(State.COMPLETED) or counts.get(State.FAILED) or counts.get(State.CANCELLED)):
             return 0
         jobs = self.table.forgettable(self.queue, self.now, limit)
         for job in jobs:
-            self.put(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
+            self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
         return len(jobs)
 
-    def mend(self, job: Job) -> None:
-        """Write a record anew, into the index that its state names. A damaged one reads as failed: whichever verb
-        meets it among the live moves it aside like this."""
+    def rewrite(self, job: Job) -> None:
+        """Write a record again, into the index that its state names. A damaged record reads as failed: the verb that
+        meets it among live records moves it to the failed ones with this."""
         self._changes[job.id] = Change(job.id, job, job)
 
     def close(self) -> None:
         """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless
         it was the first to see the clock step back."""
         if self._changes or self._events:
-            self.ledger.time = self.time
+            self.meta.time = self.time
             self.table.write(self.queue, list(self._changes.values()), self._events)
-        elif self.time.skew != self.ledger.time.skew:
-            self.ledger.time = self.time
-            self.table.write_ledger(self.queue)
+        elif self.time.skew != self.meta.time.skew:
+            self.meta.time = self.time
+            self.table.write_meta(self.queue)

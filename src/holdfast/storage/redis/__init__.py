@@ -13,7 +13,7 @@ import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 from redis.asyncio import RedisCluster
@@ -21,33 +21,26 @@ from redis.asyncio import RedisCluster
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind, Events, Topic
-from holdfast._core.jobs import (
+from holdfast._core.jobs import Fail, Job, LeaseRef, Release, Request, Settlement, State, StoredLease
+from holdfast._core.replies import (
     CancelResult,
     Claim,
     Enqueued,
     Extended,
-    Fail,
-    Job,
     KeepResult,
-    LeaseRef,
     Page,
-    Release,
     Repaired,
-    Request,
-    Settlement,
     SettleResult,
     Snapshot,
-    State,
     StorageInfo,
-    StoredLease,
     Swept,
     WorkerCommands,
     WorkerFacts,
 )
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.checked import CheckedStorage
-from holdfast.storage.local.reading import as_read, listed, read_cursor, write_cursor
+from holdfast.storage.base import Storage
+from holdfast.storage.local.views import as_read, listed, read_cursor, write_cursor
 from holdfast.storage.redis import topology as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
@@ -111,7 +104,7 @@ def durability(info: dict[str, str], fsync: str) -> tuple[str, list[str]]:
     return f"everything acknowledged survives a kill; appendfsync is {fsync or 'not told'}", []
 
 
-class RedisStorage(CheckedStorage):
+class RedisStorage(Storage):
     """Jobs in a Redis or Valkey server, behind sentinels, or in a cluster."""
 
     def __init__(
@@ -142,7 +135,7 @@ class RedisStorage(CheckedStorage):
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
 
-    async def about(self) -> StorageInfo:
+    async def _about(self) -> StorageInfo:
         self._check_open()
         info = _info(await self._calls.command(self._name(), "INFO", "server", "memory", "persistence", "replication"))
         seconds, micros = await self._calls.command(self._name(), "TIME")
@@ -184,20 +177,19 @@ class RedisStorage(CheckedStorage):
         clone._says_where = logging.DEBUG  # It was said once.
         return clone
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
-        await super().__aenter__()
         try:
             await self._check_server()
             await self._check_layout()
         except BaseException:
-            await self.__aexit__()
+            await self._close()
             raise
-        return self
+        await super()._open()
 
-    async def __aexit__(self, *exc: object) -> None:
-        await super().__aexit__(*exc)
+    async def _close(self) -> None:
+        await super()._close()
         ears, self._ears = self._ears, {}
         ending = [self._bell.end(), *(ear.end() for ear in ears.values())]
         await asyncio.gather(*(task for task in ending if task is not None), return_exceptions=True)
@@ -449,7 +441,7 @@ class RedisStorage(CheckedStorage):
             end = write_cursor(state, following.state, place)
         return Page(listed([job for job in jobs[:limit] if job is not None], time), end)
 
-    async def snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> Snapshot:
         self._check_open()
         key = f"{self._name()}:queues"
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
@@ -487,7 +479,7 @@ class RedisStorage(CheckedStorage):
     def _ear(self, channel: str) -> PubSubListener:
         place = self._servers.place(channel)
         if place not in self._ears:
-            self._ears[place] = PubSubListener(self._servers, self._hear, self._hub.poke)
+            self._ears[place] = PubSubListener(self._servers, self._hear, self._bus.notify_all)
         return self._ears[place]
 
     def _is_wake(self, topic: Topic) -> bool:
@@ -504,13 +496,13 @@ class RedisStorage(CheckedStorage):
             log.warning("a message of %d bytes on %s could not be read", len(message), channel)
             return
         if to_waiters:
-            self._hub.publish(events, _is_answer)
+            self._bus.publish(events, _is_answer)
         else:
-            self._hub.publish(events, lambda topic: not _is_answer(topic) and not self._is_wake(topic))
+            self._bus.publish(events, lambda topic: not _is_answer(topic) and not self._is_wake(topic))
 
     def _ring(self, key: str) -> None:
         queue = self._queue(key.removesuffix(":wake"))
-        self._hub.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
+        self._bus.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
 
 
 class _ServerSubscription:
@@ -519,7 +511,7 @@ class _ServerSubscription:
     def __init__(self, storage: RedisStorage, topics: Sequence[Topic]) -> None:
         self._storage = storage
         self._topics = topics
-        self._inner = Subscription(storage._hub, topics)  # pyright: ignore[reportPrivateUsage]
+        self._inner = Subscription(storage._bus, topics)  # pyright: ignore[reportPrivateUsage]
         self._leave: list[Callable[[], None]] = []
 
     async def __aenter__(self) -> Events:

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from holdfast._core.clock import QueueTime
-from holdfast._core.events import ENDS, STARTS, EventKind
-from holdfast._core.jobs import Job, Problem, Repaired, State
+from holdfast._core.jobs import Job
+from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
-from holdfast.storage.local.audit import examine
+from holdfast.storage.local.audit import compare_counts, examine
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
@@ -128,23 +128,16 @@ class Audit:
         stats = await self._calls.read(self._key, "stats")
         if not stats or _version(stats) != at.version:
             return []
-        problems: list[Problem] = []
-        if stats[11]:
-            problems.append(Problem("ledger", self._queue, "", "it could not be read: totals, pause and skew are lost"))
-        for name, counted in zip(VIEWS, stats[6:8], strict=True):
-            there = at.counts.get(name, 0)
-            if counted != there:
-                problems.append(Problem("count", self._queue, "", f"{name} is counted as {counted}, there are {there}"))
-        totals: dict[EventKind, int] = dict(zip(KINDS, stats[10], strict=True))
-        started, ended = sum(totals[kind] for kind in STARTS), sum(totals[kind] for kind in ENDS)
-        live = at.counts.get(State.WAITING, 0) + at.counts.get(State.RUNNING, 0)
-        if started != ended + live:
-            problems.append(
-                Problem("total", self._queue, "", f"{started} were started, {ended} ended and {live} are live")
-            )
+        problems, missing = compare_counts(
+            self._queue,
+            dict(zip(VIEWS, stats[6:8], strict=True)),
+            at.counts,
+            dict(zip(KINDS, stats[10], strict=True)),
+            rebuilt=bool(stats[11]),
+        )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]
-            await self._calls.ask(self._key, "recount", (at.version, *views, ended + live - started))
+            await self._calls.ask(self._key, "recount", (at.version, *views, missing))
         return problems
 
 

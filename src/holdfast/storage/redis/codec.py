@@ -19,7 +19,6 @@ from holdfast._core.jobs import (
     Ms,
     Next,
     Outcome,
-    Placed,
     Release,
     Request,
     RetrySettlement,
@@ -30,6 +29,7 @@ from holdfast._core.jobs import (
     Value,
     Work,
 )
+from holdfast._core.replies import Placed
 from holdfast.storage.validation import clean_id, id_bytes
 
 STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast._core.jobs import FINISHED, QueueStats, State, WorkerFacts, WorkerInfo
-from holdfast.storage.local.reading import served_by
+from holdfast._core.jobs import FINISHED, State
+from holdfast._core.replies import QueueStats, WorkerFacts, WorkerInfo
+from holdfast.storage.local.views import served_by
 from holdfast.storage.redis.codec import KINDS
 from holdfast.storage.redis.connection import Reply
 

@@ -1,7 +1,7 @@
 """Jobs in one SQLite file, for any number of processes on one host: the embedded default.
 
-Writes and short reads share one lane (connection.py), reads that may be long have another. What happened is told to the
-other processes on the file by datagram (notify.py). The records are rows (table.py, schema.sql).
+Writes and short reads share one connection thread (connection.py), reads that may be long have another. Events are sent
+to the other processes on the file by datagram (notify.py). The records are rows (table.py, schema.sql).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, closing
 from importlib import resources
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event, Events, Topic
-from holdfast._core.jobs import Enqueued, Request, StorageInfo
+from holdfast._core.jobs import Request
+from holdfast._core.replies import Enqueued, StorageInfo
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.local.base import LocalStorage
-from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.sqlite import notify
-from holdfast.storage.local.sqlite.caller_transaction import guest
-from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, as_holdfast_error, is_busy
+from holdfast.storage.local.sqlite.caller_transaction import in_caller_transaction
+from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, is_busy, translate_sqlite_error
 from holdfast.storage.local.sqlite.table import SqliteTable
 
 LAYOUT = 1
@@ -64,15 +64,16 @@ class SqliteStorage(LocalStorage):
         self._synchronous = synchronous.upper()
         if self._synchronous not in SYNCHRONOUS:
             raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
-        self._says_where = logging.INFO
-        self._ear: notify.NotifyReceiver | notify.FilePoller | None = None
-        self._mouth = notify.NotifySender()
-        self._heard: set[tuple[str, str]] = set()
+        self._open_log_level = logging.INFO
+        self._receiver: notify.NotifyReceiver | notify.FilePoller | None = None
+        self._sender = notify.NotifySender()
+        self._topics: set[tuple[str, str]] = set()
+        """Namespace/queue and topic for which other processes send their events here."""
 
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
 
-    async def about(self) -> StorageInfo:
+    async def _about(self) -> StorageInfo:
         keeps = KEEPS[self._synchronous]
         size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
         facts = {
@@ -94,57 +95,55 @@ class SqliteStorage(LocalStorage):
             clock=self._clock,
             max_payload=self._max_payload,
         )
-        clone._says_where = logging.DEBUG  # It was said once.
+        clone._open_log_level = logging.DEBUG  # The first storage object has logged it.
         return clone
 
-    async def __aenter__(self) -> Self:
+    async def _open(self) -> None:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
-        lanes: list[ConnectionThread] = []
+        threads: list[ConnectionThread] = []
         try:
-            for told, waits in ((self._tell, waits_for_disk), (None, True)):
-                lanes.append(ConnectionThread(self.path, self._connect, told, waits_for_disk=waits))
-                await lanes[-1].open()
+            for on_commit, waits in ((self._publish, waits_for_disk), (None, True)):
+                threads.append(ConnectionThread(self.path, self._connect, on_commit, waits_for_disk=waits))
+                await threads[-1].open()
         except BaseException:  # Cancelled, too: a thread must not be left behind.
-            for lane in lanes:
-                await asyncio.shield(lane.close())
+            for thread in threads:
+                await asyncio.shield(thread.close())
             raise
-        self._writer, self._reader = lanes
-        log.log(self._says_where, "jobs are in %s", self.path)
-        return await super().__aenter__()
-
-    async def __aexit__(self, *exc: object) -> None:
-        await super().__aexit__(*exc)
-        await asyncio.shield(self._close())
+        self._writer, self._reader = threads
+        log.log(self._open_log_level, "jobs are in %s", self.path)
+        await super()._open()
 
     async def _close(self) -> None:
-        """Whoever is cancelled meanwhile leaves no thread behind: each is told to end before anything is waited for."""
-        ear, self._ear = self._ear, None
-        self._heard.clear()
+        await super()._close()
+        await asyncio.shield(self._close_file())
+
+    async def _close_file(self) -> None:
+        """Ask every thread to end before the first await, so that a cancelled caller leaves no thread behind."""
+        receiver, self._receiver = self._receiver, None
+        self._topics.clear()
         try:
-            if isinstance(ear, notify.NotifyReceiver):
-                address = ear.address
+            if isinstance(receiver, notify.NotifyReceiver):
+                address = receiver.address
                 await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
         finally:
-            if ear is not None:
-                ear.close()
+            if receiver is not None:
+                receiver.close()
             self._writer.end()
             self._reader.end()
             await self._writer.close()
             await self._reader.close()
-            self._mouth.close()
+            self._sender.close()
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
-        self._check_open()
         return await self._writer.call(verb, writes=writes, items=items)
 
     async def _look(self, verb: Callable[[Engine], T]) -> T:
-        self._check_open()
         return await self._reader.call(verb, writes=False)
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
-        with guest(transaction, self.path) as db:
+        with in_caller_transaction(transaction, self.path) as db:
             _refuse_newer_layout(db, self.path)
             _make_layout(db)
             table = SqliteTable(db, self.namespace, self._clock)
@@ -157,55 +156,60 @@ class SqliteStorage(LocalStorage):
         return _FileSubscription(self, super()._subscribe(topics), topics)
 
     async def listen(self, topics: Sequence[Topic]) -> None:
-        """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""
-        wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._heard
-        if self._ear is None:
-            self._ear = self._open_ear()
-        if isinstance(self._ear, notify.NotifyReceiver) and wanted:
-            rows = [(self._ear.address, queue, only) for queue, only in wanted]
+        """Register for hints from other processes. A topic stays registered until the storage is closed."""
+        wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._topics
+        if self._receiver is None:
+            self._receiver = self._open_receiver()
+        if isinstance(self._receiver, notify.NotifyReceiver) and wanted:
+            rows = [(self._receiver.address, queue, only) for queue, only in wanted]
             await self._writer.call(lambda _: self._writer.table.add_listeners(rows), writes=True)
-        self._heard |= wanted
+        self._topics |= wanted
 
-    def _open_ear(self) -> notify.NotifyReceiver | notify.FilePoller:
+    def _open_receiver(self) -> notify.NotifyReceiver | notify.FilePoller:
         try:
-            return notify.NotifyReceiver(self.path, self._hear)
+            return notify.NotifyReceiver(self.path, self._on_events)
         except (OSError, AttributeError) as error:
             log.warning(
-                "no socket beside %s (%s): looking every %.0f ms instead", self.path, error, 1000 * notify.POLL_S
+                "cannot open a socket beside %s (%s): polling every %.0f ms instead",
+                self.path,
+                error,
+                1000 * notify.POLL_S,
             )
-            return notify.FilePoller(self.path, self._hub.poke)
+            return notify.FilePoller(self.path, self._bus.notify_all)
 
-    def _hear(self, namespace: str, events: Sequence[Event]) -> None:
+    def _on_events(self, namespace: str, events: Sequence[Event]) -> None:
+        """Publish the events of another process. Called on the receiver's thread."""
         if namespace == self.namespace:
-            self._hub.publish(events)
+            self._bus.publish(events)
 
-    def _tell(self, table: SqliteTable) -> None:
-        """After a commit, on the lane's thread: tell this process, and those that listen in others."""
-        self._hub.publish(table.events)
-        own = self._ear.address if isinstance(self._ear, notify.NotifyReceiver) else None
+    def _publish(self, table: SqliteTable) -> None:
+        """Publish the events of a commit in this process and to the listeners in others. Called on the thread that
+        committed."""
+        self._bus.publish(table.events)
+        own_address = self._receiver.address if isinstance(self._receiver, notify.NotifyReceiver) else None
         for address, queue, only in table.listeners:
-            if address == own or address in table.gone:
+            if address == own_address or address in table.dead_listeners:
                 continue
             namespace, _, name = queue.partition("/")
             topic = Topic(name, only)
             wanted = [event for event in table.events if namespace == self.namespace and topic.covers(event)]
-            if wanted and not self._mouth.tell(address, namespace, wanted):
-                table.gone.add(address)
+            if wanted and not self._sender.send(address, namespace, wanted):
+                table.dead_listeners.add(address)
 
     def _connect(self) -> tuple[sqlite3.Connection, SqliteTable, Engine]:
         """Open the file, make or check its layout. Called on the thread that will own the connection."""
         deadline = time.monotonic() + BUSY_S
         while True:
             try:
-                db = self._open()
+                db = self._open_file()
                 table = SqliteTable(db, self.namespace, self._clock)
                 return db, table, Engine(table, self._clock)
             except sqlite3.Error as error:
                 if not is_busy(error) or time.monotonic() > deadline:
-                    raise as_holdfast_error(error, self.path) from error
+                    raise translate_sqlite_error(error, self.path) from error
                 time.sleep(0.005)
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_file(self) -> sqlite3.Connection:
         db = sqlite3.connect(
             self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
         )
@@ -219,7 +223,7 @@ class SqliteStorage(LocalStorage):
                 _make_layout(db)
                 db.execute("COMMIT")
             db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
-            db.execute("PRAGMA wal_autocheckpoint = 0")  # The lane does it, when nobody waits.
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # The connection thread does it between two groups of calls.
             db.execute("PRAGMA busy_timeout = 0")
         except BaseException:
             db.close()
@@ -228,7 +232,7 @@ class SqliteStorage(LocalStorage):
 
 
 class _FileSubscription:
-    """A subscription that other processes are asked to feed, too."""
+    """A subscription that also receives the events of other processes."""
 
     def __init__(
         self,
@@ -254,13 +258,13 @@ class _FileSubscription:
 
 
 def _quick_check(path: Path) -> str | None:
-    """What SQLite finds wrong with the file, if anything."""
+    """Return what SQLite finds wrong with the file, if anything."""
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
         try:
-            (told,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            (result,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
             return str(error)
-    return None if told == "ok" else str(told)
+    return None if result == "ok" else str(result)
 
 
 def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:

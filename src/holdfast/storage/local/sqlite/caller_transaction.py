@@ -1,5 +1,5 @@
-"""A step on a SQLite connection and in a transaction that are the caller's: nothing of theirs is committed, rolled back
-or left changed here.
+"""A step inside a transaction of the caller, on the caller's SQLite connection. Nothing of the caller is committed,
+rolled back or left changed here.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.errors import OptionError, StorageUnavailable
-from holdfast.storage.local.sqlite.connection import as_holdfast_error, is_busy
+from holdfast.storage.local.sqlite.connection import is_busy, translate_sqlite_error
 
 
 @contextmanager
-def guest(transaction: object, path: Path) -> Generator[sqlite3.Connection, None, None]:
-    """The connection, if it is one to this file, with its transaction begun. If the step fails, it was not."""
+def in_caller_transaction(transaction: object, path: Path) -> Generator[sqlite3.Connection, None, None]:
+    """Yield the caller's connection, with its transaction begun. A step that fails is rolled back."""
     db = _connection(transaction)
     row_factory, text_factory = db.row_factory, db.text_factory
     db.row_factory, db.text_factory = None, str
@@ -30,7 +30,7 @@ def guest(transaction: object, path: Path) -> Generator[sqlite3.Connection, None
                 f"{path} is locked by another transaction, or was written to since yours began to read; nothing of the"
                 " call was applied: roll back and try again, from BEGIN IMMEDIATE"
             ) from error
-        raise as_holdfast_error(error, path) from error
+        raise translate_sqlite_error(error, path) from error
     finally:
         db.row_factory, db.text_factory = row_factory, text_factory
 
@@ -39,7 +39,7 @@ def _connection(transaction: object) -> sqlite3.Connection:
     if not isinstance(transaction, sqlite3.Connection):
         kind = type(transaction)
         raise OptionError(
-            f"{kind.__module__}.{kind.__qualname__} is no transaction that a job could be part of here:"
+            f"{kind.__module__}.{kind.__qualname__} is not a transaction that a job could be part of here:"
             " pass the sqlite3.Connection that has it"
         )
     try:

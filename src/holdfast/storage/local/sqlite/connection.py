@@ -1,8 +1,8 @@
 """A SQLite connection, the thread that owns it, and group commit.
 
 Calls line up; the thread takes all that queued up while it was busy and runs them as one transaction, in order.
-A burst of callers so costs one commit. A lone, small call is run where it was made: a commit that does not wait for
-the disk takes less time than the way to another thread and back (docs/decisions/0003).
+A burst of callers so costs one commit. A single small call is run on its caller's thread: a commit that does not wait
+for the disk takes less time than the way to another thread and back (docs/decisions/0003).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("holdfast.sqlite")
 
 
 class _Call(Generic[T]):
-    """A verb on its way to the thread, and the future of whoever awaits it."""
+    """A verb on its way to the thread, and the future that its caller awaits."""
 
     __slots__ = ("error", "future", "loop", "result", "verb", "writes")
 
@@ -52,20 +52,20 @@ class _Call(Generic[T]):
 
 
 class ConnectionThread:
-    """Runs verbs on its connection, one transaction at a time. `connect` opens the table on the lane's thread;
-    `committed` is told after each write. With `waits_for_disk`, every call goes to the thread."""
+    """Runs verbs on its connection, one transaction at a time. `connect` opens the table on this thread; `on_commit` is
+    called after each write. With `waits_for_disk`, every call goes to the thread."""
 
     def __init__(
         self,
         path: Path,
         connect: Callable[[], tuple[sqlite3.Connection, SqliteTable, Engine]],
-        committed: Callable[[SqliteTable], None] | None = None,
+        on_commit: Callable[[SqliteTable], None] | None = None,
         *,
         waits_for_disk: bool = True,
     ) -> None:
         self._path = path
         self._connect = connect
-        self._committed = committed
+        self._on_commit = on_commit
         self._waits_for_disk = waits_for_disk
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -88,10 +88,10 @@ class ConnectionThread:
     async def call(self, verb: Callable[[Engine], T], *, writes: bool, items: int = MAX_GROUP) -> T:
         call = _Call(verb, writes)
         with self._gate:
-            alone = self._pending == 0
+            idle = self._pending == 0
             self._pending += 1
-        here = alone and items <= MAX_INLINE_ITEMS and self._since_checkpoint < CHECKPOINT_EVERY
-        if not here or self._waits_for_disk or not self._run_here(call):
+        inline = idle and items <= MAX_INLINE_ITEMS and self._since_checkpoint < CHECKPOINT_EVERY
+        if not inline or self._waits_for_disk or not self._run_inline(call):
             self._calls.put(call)
             return await call.future
         try:
@@ -110,9 +110,9 @@ class ConnectionThread:
         self.end()
         await asyncio.to_thread(self._thread.join)
 
-    def _run_here(self, call: _Call[Any]) -> bool:
+    def _run_inline(self, call: _Call[Any]) -> bool:
         """Run a call on its caller's thread. False if that would mean to wait, for another process or for
-        a checkpoint: waiting is for the lane's thread."""
+        a checkpoint: waiting is for the connection thread."""
         if not self._connection_lock.acquire(blocking=False):
             return False
         try:
@@ -120,7 +120,7 @@ class ConnectionThread:
         except Exception as error:
             if is_busy(error):
                 return False
-            call.error = as_holdfast_error(error, self._path)
+            call.error = translate_sqlite_error(error, self._path)
         finally:
             self._connection_lock.release()
         return True
@@ -150,7 +150,7 @@ class ConnectionThread:
         self._db.close()
 
     def _checkpoint(self) -> None:
-        """Move what was written from the log into the file. It waits for the disk, so nobody should wait for it."""
+        """Move what was written from the log into the file. It waits for the disk, so no call should wait for it."""
         with self._connection_lock:
             try:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -180,7 +180,7 @@ class ConnectionThread:
                     self._run([call])
                 return
             for call in group:
-                call.error = as_holdfast_error(error, self._path)
+                call.error = translate_sqlite_error(error, self._path)
 
     def _transaction(self, group: list[_Call[Any]], *, patient: bool) -> None:
         writes = any(call.writes for call in group)
@@ -197,15 +197,15 @@ class ConnectionThread:
         if writes:
             payload_pages = self.table.payload_bytes // PAGE_BYTES
             self._since_checkpoint += PAGES_A_COMMIT + len(self.table.events) // EVENTS_A_PAGE + payload_pages
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        """The commit stands, whatever becomes of the news of it."""
+    def _notify(self) -> None:
+        """Call `on_commit`. The commit stands, also if that fails."""
         try:
-            if self._committed is not None:
-                self._committed(self.table)
+            if self._on_commit is not None:
+                self._on_commit(self.table)
         except Exception:
-            log.exception("could not tell of a commit to %s", self._path)
+            log.exception("could not publish the events of a commit to %s", self._path)
 
     def _roll_back(self) -> None:
         self.table.forget_cache()
@@ -213,9 +213,9 @@ class ConnectionThread:
             self._db.execute("ROLLBACK")
 
     def _begin(self, statement: str, waiting: list[_Call[Any]] | None) -> None:
-        """Begin; as long as somebody is `waiting`, wait for other processes in short random naps: SQLite's own grow to
-        100 ms. A step that only reads may find the file busy at its first look, while another process recovers the
-        log: that counts."""
+        """Begin. While a call of `waiting` is not cancelled, wait for other processes in short random naps: those of
+        SQLite grow to 100 ms. A step that only reads may also find the file busy at its first look, while another
+        process recovers the log."""
         deadline = time.monotonic() + BUSY_S
         nap_s = 0.0002
         while True:
@@ -260,8 +260,8 @@ def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def as_holdfast_error(error: Exception, path: Path) -> Exception:
-    """What a caller is told when SQLite refuses. Other errors are ours, and stay what they are."""
+def translate_sqlite_error(error: Exception, path: Path) -> Exception:
+    """Return the error that a caller gets when SQLite refuses. An error that is not SQLite's is returned unchanged."""
     if not isinstance(error, sqlite3.Error):
         return error
     code = _code(error)

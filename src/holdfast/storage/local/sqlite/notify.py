@@ -1,7 +1,7 @@
 """Hints between processes on one SQLite file: each process that listens has a datagram socket beside the file.
 
-Whoever commits sends what happened to the sockets registered for it. A datagram may be lost (a full buffer, a process
-just gone): it is a hint. Where there are no Unix sockets, `FilePoller` looks at the file's version instead.
+The process that commits sends the events to the sockets registered for them. A datagram may be lost (a full buffer, a
+process just killed): it is a hint. Where there are no Unix sockets, `FilePoller` looks at the file's version instead.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[EventKind, str, bytes, i
 class NotifyReceiver:
     """This process's socket, and the thread that reads it."""
 
-    def __init__(self, beside: Path, hear: Callable[[str, Sequence[Event]], None]) -> None:
+    def __init__(self, beside: Path, on_events: Callable[[str, Sequence[Event]], None]) -> None:
         _clear_away(beside)
-        self._hear = hear
+        self._on_events = on_events
         self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.address = _address(beside)
         self._socket.bind(self.address)
         os.chmod(self.address, 0o600)
-        self._thread = threading.Thread(target=self._listen, name="holdfast-ear", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="holdfast-notify", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
@@ -52,7 +52,7 @@ class NotifyReceiver:
                 return
             try:
                 namespace, events = _decode(data)
-                self._hear(namespace, [Event(k, queue, clean_id(id), g, at) for k, queue, id, g, at in events])
+                self._on_events(namespace, [Event(k, queue, clean_id(id), g, at) for k, queue, id, g, at in events])
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # A newer release, or noise. It was only a hint.
 
@@ -66,13 +66,13 @@ class NotifyReceiver:
 
 
 class NotifySender:
-    """What a process speaks through."""
+    """The socket through which a process sends hints."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
 
-    def tell(self, address: str, namespace: str, events: Sequence[Event]) -> bool:
-        """Send hints, without waiting. False if nobody has that address any more."""
+    def send(self, address: str, namespace: str, events: Sequence[Event]) -> bool:
+        """Send hints, without waiting. False if no process has that address any more."""
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
@@ -94,11 +94,11 @@ class NotifySender:
 
 
 class FilePoller:
-    """The fallback: look whether the file has changed, and tell everyone to look."""
+    """The fallback: look whether the file has changed, and notify all listeners."""
 
-    def __init__(self, path: Path, poke: Callable[[], None]) -> None:
+    def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
         self._path = path
-        self._poke = poke
+        self._on_change = on_change
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="holdfast-poll", daemon=True)
         self._thread.start()
@@ -113,7 +113,7 @@ class FilePoller:
                     continue  # Busy: look again in a moment.
                 if version != seen:
                     seen = version
-                    self._poke()
+                    self._on_change()
 
     def close(self) -> None:
         self._stop.set()
@@ -121,8 +121,8 @@ class FilePoller:
 
 
 def _clear_away(beside: Path) -> None:
-    """Remove the sockets of processes that were killed before anybody knew their address."""
-    for left in beside.parent.glob(f"{glob.escape(beside.name)}-ear-*"):
+    """Remove the sockets of processes that were killed before they had registered their address."""
+    for left in beside.parent.glob(f"{glob.escape(beside.name)}-notify-*"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
             try:
                 probe.connect(str(left))
@@ -133,6 +133,6 @@ def _clear_away(beside: Path) -> None:
 
 
 def _address(beside: Path) -> str:
-    name = f"{beside.name}-ear-{secrets.token_hex(4)}"
+    name = f"{beside.name}-notify-{secrets.token_hex(4)}"
     near = beside.with_name(name)
     return str(near) if len(os.fsencode(near)) <= MAX_ADDRESS_BYTES else str(Path(tempfile.gettempdir()) / name[-40:])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from holdfast._core.extension import pack_extension, split_extension, unpack_extension
 from holdfast._core.jobs import At, Count, Job, Limit, Ms, Outcome, State, StoredLease, Work
 from holdfast.storage.local.table import index_of, view_of
 from holdfast.storage.validation import clean_id
@@ -39,41 +41,44 @@ class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_timeouts: Limit | None
     result_ttl_ms: Ms | None
     dedup_ttl_ms: Ms | None
+    extension: bytes = b""
+    """The entries of `Job.extension` and `Work.extension`, packed together; not stored if there are none."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError)
+UNREADABLE = (msgspec.DecodeError, ValueError, TypeError)
 """What decoding may raise, whatever is in a row."""
 
 
 def rest_of(job: Job) -> bytes:
     work = job.work
-    return _encode(
-        (
-            job.generation,
-            job.wall_at,
-            job.custom_id,
-            job.attempts,
-            job.retries,
-            job.stalls,
-            job.timeouts,
-            job.error,
-            job.run,
-            job.outcome,
-            job.previous,
-            job.keep_ms,
-            job.keep_until_at,
-            work.codec,
-            work.timeout_ms,
-            work.max_retries,
-            work.max_stalls,
-            work.max_timeouts,
-            work.result_ttl_ms,
-            work.dedup_ttl_ms,
-        )
+    rest = (
+        job.generation,
+        job.wall_at,
+        job.custom_id,
+        job.attempts,
+        job.retries,
+        job.stalls,
+        job.timeouts,
+        job.error,
+        job.run,
+        job.outcome,
+        job.previous,
+        job.keep_ms,
+        job.keep_until_at,
+        work.codec,
+        work.timeout_ms,
+        work.max_retries,
+        work.max_stalls,
+        work.max_timeouts,
+        work.result_ttl_ms,
+        work.dedup_ttl_ms,
     )
+    if job.extension or work.extension:
+        return _encode((*rest, pack_extension((*job.extension, *work.extension))))
+    return _encode(rest)
 
 
 def job_of(row: Row) -> Job:
@@ -95,7 +100,7 @@ def job_of(row: Row) -> Job:
         rest.result_ttl_ms,
         rest.dedup_ttl_ms,
     )
-    return Job(
+    job = Job(
         clean_id(id),
         work,
         rest.generation,
@@ -114,6 +119,12 @@ def job_of(row: Row) -> Job:
         rest.keep_ms,
         rest.keep_until_at,
     )
+    return _with_extension(job, rest.extension) if rest.extension else job
+
+
+def _with_extension(job: Job, packed: bytes) -> Job:
+    of_job, of_work = split_extension(unpack_extension(packed))
+    return replace(job, work=replace(job.work, extension=of_work), extension=of_job)
 
 
 def place_of(job: Job) -> Row:

@@ -10,7 +10,7 @@ CREATE TABLE IF NOT EXISTS holdfast_queues (
   queue     INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice
   namespace TEXT NOT NULL,
   name      TEXT NOT NULL,
-  ledger    BLOB NOT NULL,                -- msgpack: the queue's time, counts, totals, pause
+  ledger    BLOB NOT NULL,                -- msgpack of QueueMeta: the queue's time, counts, totals, pause
   UNIQUE (namespace, name)
 );
 
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS holdfast_workers (
   PRIMARY KEY (namespace, worker)
 ) WITHOUT ROWID;
 
--- Who wants to be told of what: the datagram sockets of other processes on this file.
+-- Listeners: the datagram sockets of the processes on this file, and the events that each wants.
 CREATE TABLE IF NOT EXISTS holdfast_listeners (
   address TEXT NOT NULL,
   queue   TEXT NOT NULL,                  -- namespace/name

@@ -1,7 +1,7 @@
 """The `Table` of a SQLite connection: every statement that touches jobs is here. Rows are made in rows.py.
 
-It neither begins nor commits: whoever owns the connection does. Ledgers are read once and written with the step;
-they are kept from one transaction to the next for as long as no other connection has written to the file.
+It neither begins nor commits: the owner of the connection does. The metadata of a queue is read once and written with
+the step; it is kept from one transaction to the next until another connection has written to the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import msgspec
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind
-from holdfast._core.jobs import LIVE, PRIORITIES, Job, State, WorkerInfo
+from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
+from holdfast._core.replies import WorkerInfo
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
 from holdfast.storage.local.table import (
     Change,
@@ -35,7 +36,7 @@ from holdfast.storage.validation import clean_id, id_bytes
 T = TypeVar("T")
 
 ROWS_A_STATEMENT = 50
-"""Rows that are inserted or deleted by one statement: one for each costs half as much again."""
+"""Rows that are inserted or deleted by one statement: one statement for each row costs 50% more."""
 
 
 @functools.cache
@@ -97,7 +98,7 @@ _PAGE_WAITING = (
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_ledger = msgspec.msgpack.Decoder(QueueMeta).decode
+_decode_meta = msgspec.msgpack.Decoder(QueueMeta).decode
 _decode_worker = msgspec.msgpack.Decoder(WorkerInfo).decode
 
 
@@ -109,18 +110,18 @@ class SqliteTable:
         self._namespace = namespace
         self._clock = clock
         self._numbers: dict[str, int] = {}
-        self._ledgers: dict[str, QueueMeta] = {}
+        self._metas: dict[str, QueueMeta] = {}
         self._dirty: set[str] = set()
         self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
         self._data_version = -1
         self.events: list[Event] = []
-        """What has happened in this transaction."""
+        """The events of this transaction."""
         self.payload_bytes = 0
-        """How much of payloads it has written."""
+        """The size of the payloads that this transaction has written."""
         self.listeners: list[tuple[str, str, Literal["ready", "ends", "all", "wake"]]] = []
-        """Who wants to be told, in all processes: address, namespace/queue, topic."""
-        self.gone: set[str] = set()
-        """Addresses that nobody has any more; struck off with the next write."""
+        """The listeners in all processes: address, namespace/queue, topic."""
+        self.dead_listeners: set[str] = set()
+        """Addresses that no process has any more; removed with the next write."""
 
     def begin(self) -> None:
         """Call first in a transaction: drop what other connections may have changed since the last one."""
@@ -134,27 +135,27 @@ class SqliteTable:
             self.listeners = self._db.execute("SELECT address, queue, topic FROM holdfast_listeners").fetchall()
 
     def flush(self) -> None:
-        """Call last in a transaction: write the ledgers that have changed."""
-        if self.gone and self._dirty:
-            for address in self.gone:
+        """Call last in a transaction: write the metadata that has changed."""
+        if self.dead_listeners and self._dirty:
+            for address in self.dead_listeners:
                 self.remove_listener(address)
-            self.listeners = [listener for listener in self.listeners if listener[0] not in self.gone]
-            self.gone.clear()
+            self.listeners = [listener for listener in self.listeners if listener[0] not in self.dead_listeners]
+            self.dead_listeners.clear()
         for queue in self._dirty:
-            row = (_encode(self._ledgers[queue]), self._numbers[queue])
+            row = (_encode(self._metas[queue]), self._numbers[queue])
             self._db.execute("UPDATE holdfast_queues SET ledger = ? WHERE queue = ?", row)
         self._dirty.clear()
 
     def forget_cache(self) -> None:
         """Call after a rollback: what was read or changed then may never have been."""
         self._numbers.clear()
-        self._ledgers.clear()
+        self._metas.clear()
         self._dirty.clear()
         self._data_version = -1
 
-    def ledger(self, queue: str) -> QueueMeta | None:
-        ledger = self._ledgers.get(queue)
-        if ledger is None:
+    def meta(self, queue: str) -> QueueMeta | None:
+        meta = self._metas.get(queue)
+        if meta is None:
             row = self._db.execute(
                 "SELECT queue, ledger FROM holdfast_queues WHERE namespace = ? AND name = ?", (self._namespace, queue)
             ).fetchone()
@@ -162,14 +163,14 @@ class SqliteTable:
                 return None
             self._numbers[queue] = row[0]
             try:
-                ledger = _decode_ledger(row[1])
+                meta = _decode_meta(row[1])
             except UNREADABLE:
-                ledger = self._rebuilt_ledger(queue)
-            self._ledgers[queue] = ledger
-        return ledger
+                meta = self._rebuilt_meta(queue)
+            self._metas[queue] = meta
+        return meta
 
-    def _rebuilt_ledger(self, queue: str) -> QueueMeta:
-        """A ledger that cannot be read is made anew from all the records. The audit reports it until it is repaired."""
+    def _rebuilt_meta(self, queue: str) -> QueueMeta:
+        """Rebuild metadata that cannot be read from all the records. The audit reports it until it is repaired."""
         number = self._numbers[queue]
         rows = self._db.execute(f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
         stamps = (newest_stamp(job) for job in self._read(queue, rows))
@@ -180,17 +181,17 @@ class SqliteTable:
         return QueueMeta(time, counts, {EventKind.ENQUEUED: live}, rebuilt=True)
 
     def open(self, queue: str) -> QueueMeta:
-        ledger = self.ledger(queue)
-        if ledger is None:
-            ledger = self._ledgers[queue] = QueueMeta()
-            ledger.time.last_stamp = self._floor()
+        meta = self.meta(queue)
+        if meta is None:
+            meta = self._metas[queue] = QueueMeta()
+            meta.time.last_stamp = self._floor()
             cursor = self._db.execute(
                 "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
-                (self._namespace, queue, _encode(ledger)),
+                (self._namespace, queue, _encode(meta)),
             )
             assert cursor.lastrowid is not None
             self._numbers[queue] = cursor.lastrowid
-        return ledger
+        return meta
 
     def _floor(self) -> int:
         """The highest stamp of the queues that were dropped: none is given out twice."""
@@ -202,16 +203,16 @@ class SqliteTable:
         return [name for (name,) in rows]
 
     def drop(self, queue: str) -> None:
-        floor = max(self._floor(), self._ledgers.pop(queue).time.last_stamp)
+        floor = max(self._floor(), self._metas.pop(queue).time.last_stamp)
         self._db.execute("INSERT OR REPLACE INTO holdfast_meta VALUES ('floor', ?)", (floor,))
         self._db.execute("DELETE FROM holdfast_queues WHERE queue = ?", (self._numbers.pop(queue),))
         self._dirty.discard(queue)
 
-    def write_ledger(self, queue: str) -> None:
+    def write_meta(self, queue: str) -> None:
         self._dirty.add(queue)
 
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
-        if self.ledger(queue) is None:
+        if self.meta(queue) is None:
             return {}
         keys = list(map(blob_of, ids))
         marks = ",".join("?" * len(keys))
@@ -231,7 +232,7 @@ class SqliteTable:
         return jobs
 
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
-        number, ledger = self._numbers[queue], self._ledgers[queue]
+        number, meta = self._numbers[queue], self._metas[queue]
         inserts: list[Job] = []
         updates: list[Row] = []
         updates_all: list[Row] = []
@@ -246,7 +247,7 @@ class SqliteTable:
             if before is None:
                 inserts.append(after)
                 continue
-            count(ledger, after.state, view_of(after), 1)
+            count(meta, after.state, view_of(after), 1)
             payload = after.work.payload
             if before.work is after.work and before is not after:
                 updates.append((*changed_row(after), number, blob_of(after.id)))
@@ -286,19 +287,19 @@ class SqliteTable:
         self._db.execute(_insert(len(jobs)), values)
 
     def _count_new(self, queue: str, jobs: Sequence[Job]) -> None:
-        count(self._ledgers[queue], State.WAITING, None, len(jobs))
+        count(self._metas[queue], State.WAITING, None, len(jobs))
         self.payload_bytes += sum(len(job.work.payload or b"") for job in jobs)
 
     def _count_out(self, queue: str, job: Job) -> None:
         """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
-        ledger = self._ledgers[queue]
+        meta = self._metas[queue]
         damaged = self._damaged.pop((self._numbers[queue], id_bytes(job.id)), None) if self._damaged else None
         state, view = damaged or (job.state, view_of(job))
-        count(ledger, state, view, -1)
+        count(meta, state, view, -1)
         if damaged is not None:
-            ledger.time.last_stamp = max(ledger.time.last_stamp, job.generation)
+            meta.time.last_stamp = max(meta.time.last_stamp, job.generation)
             if state in LIVE:
-                ledger.totals[EventKind.FAILED] = ledger.totals.get(EventKind.FAILED, 0) + 1
+                meta.totals[EventKind.FAILED] = meta.totals.get(EventKind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
@@ -355,7 +356,7 @@ class SqliteTable:
         return self._read(queue, rows)
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
-        if self.ledger(queue) is None:
+        if self.meta(queue) is None:
             return [], None
         number = self._numbers[queue]
         key, id = ((), b"") if after is None else after
@@ -425,7 +426,7 @@ class SqliteTable:
         self._db.execute("REINDEX holdfast_jobs")
 
     def add_listeners(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Add some, and strike off those who were killed: nobody may ever have something to tell them again."""
+        """Add listeners, and remove those of killed processes, which may never be sent an event again."""
         for address in {address for address, *_ in self.listeners if not os.path.exists(address)}:
             self.remove_listener(address)
         self._db.executemany("INSERT OR IGNORE INTO holdfast_listeners VALUES (?, ?, ?)", rows)

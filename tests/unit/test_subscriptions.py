@@ -13,33 +13,33 @@ def happened(id: str) -> Event:
 
 
 async def test_a_wait_for_an_event_ends_with_it_or_with_its_time() -> None:
-    hub = EventBus()
-    async with Subscription(hub, [Topic("q")]) as events:
+    bus = EventBus()
+    async with Subscription(bus, [Topic("q")]) as events:
         assert await events.within(0.01) is None
-        hub.publish([happened("a"), happened("b")])
+        bus.publish([happened("a"), happened("b")])
         assert await events.within(0) == happened("a")
         assert await anext(aiter(events)) == happened("b")
-        asyncio.get_running_loop().call_later(0.01, hub.publish, [happened("c")])
+        asyncio.get_running_loop().call_later(0.01, bus.publish, [happened("c")])
         async with asyncio.timeout(5):
             assert await events.within(60) == happened("c")
 
 
 async def test_a_wait_that_is_cancelled_takes_no_event_with_it() -> None:
-    hub = EventBus()
-    async with Subscription(hub, [Topic("q")]) as events:
+    bus = EventBus()
+    async with Subscription(bus, [Topic("q")]) as events:
         waiting = asyncio.create_task(events.within(60))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        hub.publish([happened("a")])
+        bus.publish([happened("a")])
         assert await events.within(0) == happened("a")
 
 
 async def test_who_is_told_hears_what_came_before_and_then_each_event_at_once() -> None:
-    hub, heard = EventBus(), list[Event]()
-    async with Subscription(hub, [Topic("q")]) as events:
-        hub.publish([happened("a")])
-        events.tell(heard.append)
-        hub.publish([happened("b"), Event(EventKind.ENQUEUED, "other", "c", 1)])
+    bus, heard = EventBus(), list[Event]()
+    async with Subscription(bus, [Topic("q")]) as events:
+        bus.publish([happened("a")])
+        events.on_event(heard.append)
+        bus.publish([happened("b"), Event(EventKind.ENQUEUED, "other", "c", 1)])
         assert heard == [happened("a"), happened("b")]
         assert await events.within(0) is None

@@ -8,13 +8,15 @@ from msgspec.structs import replace
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, State, WorkerInfo
+from holdfast._core.extension import Extension
+from holdfast._core.jobs import Job, State, Work
+from holdfast._core.replies import WorkerInfo
 from holdfast.errors import OptionError
 from holdfast.storage.local.table import Place
 from holdfast.storage.validation import decode_cursor, encode_cursor
 
 MAX_LISTED_BYTES = 4096
-"""An error or progress that is longer is left out of a list; `get` has it."""
+"""An error, a progress or an entry of an extension that is longer is left out of a list; `get` has it."""
 
 
 def as_read(job: Job, time: QueueTime) -> Job:
@@ -35,10 +37,25 @@ def _without_bytes(job: Job) -> Job:
     if outcome is not None:
         outcome = replace(outcome, result=None, error=_if_small(outcome.error))
     if run is not None:
-        following = run.next and replace(run.next, work=replace(run.next.work, payload=None))
+        following = run.next and replace(run.next, work=_without_payload(run.next.work))
         run = replace(run, next=following, progress=_if_small(run.progress))
-    work = replace(job.work, payload=None)
-    return replace(job, work=work, run=run, outcome=outcome, previous=None, error=_if_small(job.error))
+    return replace(
+        job,
+        work=_without_payload(job.work),
+        run=run,
+        outcome=outcome,
+        previous=None,
+        error=_if_small(job.error),
+        extension=_small_entries(job.extension),
+    )
+
+
+def _without_payload(work: Work) -> Work:
+    return replace(work, payload=None, extension=_small_entries(work.extension))
+
+
+def _small_entries(entries: Extension) -> Extension:
+    return tuple(entry for entry in entries if len(entry[1]) <= MAX_LISTED_BYTES)
 
 
 def _if_small(value: bytes | None) -> bytes | None:

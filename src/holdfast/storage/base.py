@@ -1,0 +1,342 @@
+"""The class `Storage`: the verbs that every storage offers.
+
+A public verb is documented here, checks its arguments and opens a lazy storage. Then it calls the method of the same
+name with an underscore, which a storage implements. The policy of retries and limits is not known here: a storage
+stores what a worker decided. The values are in _core/jobs.py and _core/replies.py, their rules in _core/lifecycle.py.
+`tests/storage` is the suite that every storage must pass, also one that is not part of Holdfast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Self
+
+from holdfast._core.events import Events, Topic
+from holdfast._core.jobs import Job, LeaseRef, Request, Settlement, State
+from holdfast._core.replies import (
+    CancelResult,
+    Claim,
+    Enqueued,
+    Extended,
+    KeepResult,
+    Page,
+    Repaired,
+    SettleResult,
+    Snapshot,
+    StorageInfo,
+    Swept,
+    WorkerCommands,
+    WorkerFacts,
+)
+from holdfast.errors import StorageUnavailable
+from holdfast.storage import validation
+from holdfast.storage.subscriptions import EventBus, Subscription
+
+
+class Storage(ABC):
+    """Where jobs live. Every verb is one atomic step on the clock of the storage. A batch is applied in order, and each
+    item gets its own reply. One call takes at most 250 items and 1 MiB. Open the storage with `async with`."""
+
+    def __init__(self, max_payload: int = validation.MAX_PAYLOAD_BYTES, *, lazy: bool = False) -> None:
+        self.lazy = lazy
+        """`async with` opens nothing yet, the first verb does: most child processes never need a connection."""
+        self._max_payload = validation.check_max_payload(max_payload)
+        self._bus = EventBus()
+        self._pid: int | None = None
+        """The process that opened the storage; None while it is closed."""
+        self._opening: asyncio.Lock | None = None
+        """Held while the first verb opens the storage; None outside of the `async with` of a lazy storage."""
+
+    async def __aenter__(self) -> Self:
+        if self.lazy:
+            self._opening = asyncio.Lock()
+        else:
+            await self._open()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        opening, self._opening = self._opening, None
+        if opening is None:
+            await self._close()
+            return
+        async with opening:
+            if self._pid is not None:
+                await self._close()
+
+    async def _open_on_first_verb(self) -> None:
+        """Open a lazy storage. Raise StorageUnavailable if the storage is not lazy, or not inside `async with`."""
+        opening = self._opening
+        if opening is None:
+            self._check_open()
+            return
+        async with opening:
+            if self._opening is opening and self._pid is None:
+                await self._open()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._pid is None:
+            raise StorageUnavailable(f"{self!r} is not open: use it inside 'async with'")
+        if self._pid != os.getpid():
+            raise StorageUnavailable(f"{self!r} was opened by another process: open one of your own after a fork")
+
+    # Changing
+
+    async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+        """Request jobs to run. The only verb that a full storage refuses."""
+        validation.check_requests(queue, jobs, self._max_payload)
+        if not jobs:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._enqueue(queue, jobs)
+
+    def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        """Request jobs to run inside a transaction of the caller: they exist exactly if it commits. The storage need
+        not be open.
+
+        SQLite: a `sqlite3.Connection` to the same file, on the caller's thread. The replies hold if it commits. That
+        commit wakes no worker: waiting workers find the job at their next poll, within a second.
+        Redis, Valkey: a redis-py pipeline, which gets one more command; nothing is sent. The reply of its `execute` has
+        a list of [placed, generation] for that command, one for each job; each reply here is None. The pipeline must
+        be of the same server, which cannot be checked. A server that refuses the command (it is full, it is a replica)
+        refuses all of the pipeline; but a queue of a newer release is found out too late, and the caller's part is
+        applied without the job: MULTI rolls nothing back.
+        Memory: has no transactions, the call is refused.
+        """
+        validation.check_requests(queue, jobs, self._max_payload)
+        return self._enqueue_in(transaction, queue, jobs) if jobs else []
+
+    async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
+        """Lease up to `limit` jobs that are due: by priority, then run_at, then arrival. Sweeps a little first."""
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_ITEMS)
+        validation.check_lease(worker, lease_ms)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._claim(queue, limit, worker, lease_ms)
+
+    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
+        """End leases. Only this worker's current fence settles; any other is LOST and changes nothing."""
+        validation.check_settlements(queue, batch, self._max_payload)
+        validation.check_worker(worker)
+        if not batch:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._settle(queue, batch, worker)
+
+    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
+        """Extend leases, because their holder is alive: each lasts `lease_ms` from now."""
+        validation.check_leases(queue, leases, self._max_payload)
+        validation.check_lease(worker, lease_ms)
+        if not leases:
+            return Extended([], [])
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._extend(queue, leases, worker, lease_ms)
+
+    async def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+        """Stop jobs: a waiting job at once, a running one by asking its worker."""
+        validation.check_ids(queue, ids)
+        if not ids:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._cancel(queue, ids)
+
+    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[KeepResult]:
+        """Change how long outcomes are remembered; of a live job, from its end. `at_least` never shortens."""
+        validation.check_ids(queue, ids)
+        validation.check_length("ttl_ms", ttl_ms)
+        if not ids:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._keep(queue, ids, ttl_ms, at_least)
+
+    async def pause(self, queue: str, paused: bool, *, reason: str = "") -> None:
+        """Stop claims of a queue, or resume them. Every other verb goes on."""
+        validation.check_queue(queue)
+        validation.check_pause(paused, reason)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        await self._pause(queue, paused, reason)
+
+    async def sweep(self, queue: str, limit: int = validation.MAX_SWEEP, *, worker: str | None = None) -> Swept:
+        """Take back expired leases, in two steps, and forget records past their forget time. With `worker`: take back
+        all leases of this worker at once, because it is known to be dead."""
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_SWEEP)
+        if worker is not None:
+            validation.check_worker(worker)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._sweep(queue, limit, worker)
+
+    async def purge(self, queue: str, states: Collection[State], limit: int = 100, *, drop: bool = False) -> int:
+        """Delete waiting and finished records, ask running jobs to cancel, and return the number of both. Call until
+        the reply is 0. `drop` then forgets an empty queue itself."""
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_PAGE)
+        validation.check_states(states)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._purge(queue, {State(state) for state in states}, limit, drop)
+
+    async def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
+        """Register a worker with its facts for `ttl_ms`; `facts["queues"]` lists the queues that it serves. The reply
+        has the commands for this worker."""
+        validation.check_lease(worker, ttl_ms)
+        validation.check_facts(facts)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._announce(worker, facts, ttl_ms)
+
+    async def evict(self, worker: str) -> bool:
+        """Ask a worker to stop. False if no worker of this name is registered."""
+        validation.check_worker(worker)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._evict(worker)
+
+    async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:
+        """Check one page of records and repair them; with `dry_run` only check. `cursor` continues."""
+        validation.check_queue(queue)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._repair(queue, dry_run, cursor)
+
+    # Reading
+
+    async def ready(self, queues: Sequence[str]) -> list[str]:
+        """Return the queues that have a job that is due, or a lease to take back. Changes nothing, and costs one call
+        for any number of queues (in a cluster, one for each)."""
+        validation.check_queues(queues)
+        if not queues:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._ready(queues)
+
+    async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        """Read records."""
+        validation.check_ids(queue, ids)
+        if not ids:
+            return []
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._get(queue, ids)
+
+    async def scan(self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100) -> Page:
+        """List records without payloads and results: those of one state in its order, or of all states, one state
+        after the other."""
+        validation.check_queue(queue)
+        validation.check_limit(limit, validation.MAX_PAGE)
+        if state is not None:
+            validation.check_states([state])
+            state = State(state)
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._scan(queue, state, after, limit)
+
+    async def snapshot(self) -> Snapshot:
+        """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues."""
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._snapshot()
+
+    async def about(self) -> StorageInfo:
+        """Return what the storage is and what it keeps, for operators."""
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        return await self._about()
+
+    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
+        """Receive hints of events. A hint may be lost: poll the record once a second as well."""
+        validation.check_topics(topics)
+        if self._opening is not None:
+            return self._subscribe_when_open(topics)
+        self._check_open()
+        return self._subscribe(topics)
+
+    @asynccontextmanager
+    async def _subscribe_when_open(self, topics: Sequence[Topic]) -> AsyncGenerator[Events]:
+        if self._pid != os.getpid():
+            await self._open_on_first_verb()
+        async with self._subscribe(topics) as events:
+            yield events
+
+    # What a storage implements
+
+    async def _open(self) -> None:
+        """Connect. Raises StorageUnavailable, and then nothing is left open."""
+        self._pid = os.getpid()
+
+    async def _close(self) -> None:
+        """Disconnect."""
+        self._pid = None
+
+    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
+        return Subscription(self._bus, topics)
+
+    @abstractmethod
+    def clone(self) -> Storage:
+        """Return another storage object for the same jobs with the same settings, not open and not lazy: for another
+        thread with its own event loop. Each of the two is opened and closed separately."""
+
+    @abstractmethod
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]: ...
+    @abstractmethod
+    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]: ...
+    @abstractmethod
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim: ...
+    @abstractmethod
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]: ...
+    @abstractmethod
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended: ...
+    @abstractmethod
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]: ...
+    @abstractmethod
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]: ...
+    @abstractmethod
+    async def _pause(self, queue: str, paused: bool, reason: str) -> None: ...
+    @abstractmethod
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept: ...
+    @abstractmethod
+    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int: ...
+    @abstractmethod
+    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands: ...
+    @abstractmethod
+    async def _evict(self, worker: str) -> bool: ...
+    @abstractmethod
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired: ...
+    @abstractmethod
+    async def _ready(self, queues: Sequence[str]) -> list[str]: ...
+    @abstractmethod
+    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]: ...
+    @abstractmethod
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page: ...
+    @abstractmethod
+    async def _snapshot(self) -> Snapshot: ...
+    @abstractmethod
+    async def _about(self) -> StorageInfo: ...
+
+
+async def audit(storage: Storage, queue: str, *, repair: bool = False) -> Repaired:
+    """Check all records of a queue, one page after the other; with `repair`, repair them.
+
+    >>> (await audit(storage, "emails")).problems
+    []
+    """
+    page = await storage.repair(queue, dry_run=not repair)
+    problems, checked = list(page.problems), page.checked
+    while page.cursor is not None:
+        page = await storage.repair(queue, dry_run=not repair, cursor=page.cursor)
+        problems += page.problems
+        checked += page.checked
+    return Repaired(problems, checked, None)
