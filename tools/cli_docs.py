@@ -83,7 +83,7 @@ def _takes(kind: click.ParamType) -> str:
 def _limits(kind: click.ParamType) -> str:
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
     if most is not None:
-        return f"{least:g} to {most:,g}."
+        return f"{least:g} to {most:,.10g}."
     return f"At least {least:g}." if least else ""
 
 

@@ -71,8 +71,8 @@ class Arguments:
         """The payload is bytes that nobody looks into."""
         return self.whole and self.hints.get(self._parameters[0].name, bytes) is bytes
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What a call gives, by name. Raises the TypeError that the call itself would."""
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by parameter name. Raises the TypeError that the call itself would."""
         if self._plain and not args and self._required <= kwargs.keys() <= self._names:
             return kwargs
         if self._plain and len(args) <= len(self._positional):
