@@ -25,6 +25,8 @@ from holdfast._worker.executor import RunEvent
 from holdfast.errors import HoldfastError, OptionError
 from holdfast.storage import connect
 
+__all__ = ["Rehearsal", "rehearse"]
+
 MAX_RUNS = 10_000
 """A drain that has started this many runs is taken for one that never ends."""
 START = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)
@@ -106,5 +108,5 @@ class Rehearsal:
 
 
 def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:
-    """Use an app on memory and a clock of its own: `with rehearse(app) as jobs: …`."""
+    """Use an app on memory, with a clock that the test moves: `with rehearse(app) as jobs: …`."""
     return Rehearsal(app, now=now)

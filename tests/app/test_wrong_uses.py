@@ -572,7 +572,7 @@ def test_wrong_options_of_an_app_are_refused() -> None:
         Holdfast("memory://", max_payload=0)
     with pytest.raises(OptionError, match="url and storage are both given"):
         Holdfast("memory://", storage=Holdfast("memory://")._session.transaction_storage)
-    with pytest.raises(OptionError, match="is no codec"):
+    with pytest.raises(OptionError, match="is not a codec"):
         Holdfast("memory://").add_codec(object())  # type: ignore[arg-type]
 
 

@@ -91,8 +91,8 @@ async def test_a_mistake_gets_one_line_and_status_2_and_stores_nothing(run: Run,
         (["enqueue", "no such/queue", "1"], "queue name"),
         ([*ask, "1", "--id", ""], "a job id must have"),
         ([*ask, "1", "--delay", "1e12"], "delay"),
-        ([*ask, "1", "--delay", "1", "--run-at", "2099-01-01T00:00:00Z"], "both given"),
-        (["complete", "no-token"], "is no token of a lease"),
+        ([*ask, "1", "--delay", "1", "--run-at", "2099-01-01T00:00:00Z"], "mutually exclusive"),
+        (["complete", "no-token"], "is not a lease token"),
     ]
     for told, (words, part) in zip(run.each(*(words for words, _ in mistakes)), mistakes, strict=True):
         assert told.says_no(2, part), words

@@ -311,5 +311,5 @@ async def test_a_lease_that_was_taken_over_knows_its_deadline(app: Holdfast[Any]
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("token", ["", "no token", "é", "\udcff", None, 7, b"bytes"])
 async def test_what_is_no_token_is_a_mistake_in_python_too(app: Holdfast[Any], token: Any) -> None:
-    with pytest.raises(OptionError, match="is no token of a lease"):
+    with pytest.raises(OptionError, match="is not a lease token"):
         await app.lease(token)

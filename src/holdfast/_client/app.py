@@ -89,8 +89,7 @@ class Holdfast(Generic[T]):
         self._lifespan = lifespan
         self._tasks: dict[str, Definition] = {}
         self._stubs: set[str] = set()
-        self._around = AppHooks()
-        self._around.find = self._find
+        self._around = AppHooks(find=self._find)
         self._on_event: list[OnEvent] = []
 
     def __repr__(self) -> str:
@@ -127,7 +126,7 @@ class Holdfast(Generic[T]):
     @overload
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
-        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. See `TaskOptions` for what there is."""
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
         check_names("task", Where.TASK, options)
         define = self._define(cast("TaskOptions", options), stub=False)
         return define if function is None else define(function)
@@ -228,19 +227,20 @@ class Holdfast(Generic[T]):
         return function
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
-        """Be told when a run has completed its job, or failed it for good, before that is stored: the `Execution` may
-        be changed (`result`, `error`, `ttl`). May be async. If it raises, nothing is changed and `on_error` is told."""
+        """Call a function when a run has completed its job, or failed it for good, before that is stored. It may change
+        the `Execution` (`result`, `error`, `ttl`), and may be async. If it raises, nothing is changed and `on_error`
+        is called."""
         self._around.after.append(_hook("after_execution", function))
         return function
 
     def on_event(self, function: OnEvent) -> OnEvent:
-        """Be told of what this app's workers did: a `RunEvent` each, in order, once it is stored."""
+        """Call a function with each `RunEvent` of this app's workers, in order, once it is stored."""
         self._on_event.append(_hook("on_event", function))
         return function
 
     def on_error(self, function: OnError) -> OnError:
-        """Be told of trouble that is no job's own: a hook that raised, a storage that cannot be reached. Called with
-        the exception and where it happened. Without such a hook it is logged."""
+        """Call a function with each error that is not the failure of a job (a hook that raised, a storage that cannot
+        be reached), and with the place where it happened. Without such a hook the error is logged."""
         self._around.errors.append(_hook("on_error", function))
         return function
 

@@ -1,4 +1,4 @@
-"""The pull API: a lease on one job, in its holder's hands."""
+"""The pull API: a lease of one job."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ class Lease:
         """By the storage's clock. `extend` moves it."""
         self._claimed_at = job.run.until_at - 1000 * length_ms
         self._began_at = time.monotonic()
-        """Two readings, of the storage's clock and soon after of ours: so a deadline is never put too late."""
+        """The clock of the storage at the claim, and the clock of this process soon after it: a deadline computed from
+        both is never too late."""
         self.cancel_asked = False
-        """Somebody has cancelled the job: `extend` says so. Any settlement ends it then; a completion counts."""
+        """The job was cancelled: set by `extend`. Any settlement ends the job then; a completion counts."""
         self._extended = asyncio.Event()
         self.settled = False
         """This lease was settled here, or is known to be lost."""

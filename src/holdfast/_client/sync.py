@@ -59,7 +59,7 @@ def _current() -> _Background:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # Somebody may have held it in the parent.
+    _lock = threading.Lock()  # Another thread may have held it in the parent.
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -117,7 +117,7 @@ def mirrors(source: type[Any]) -> Callable[[type[T]], type[T]]:
 
 @mirrors(Handle)
 class SyncHandle(Generic[R_co]):
-    """A job that was asked for. See `Handle`."""
+    """A job that was requested. See `Handle`."""
 
     def __init__(self, session: Session, handle: Handle[R_co]) -> None:
         self._session = session

@@ -71,7 +71,7 @@ class Using(Generic[P, R]):
 
 
 class Task(Using[P, R], Generic[P, R, C]):
-    """A function that can be asked for: `enqueue`, `call`, `using`, `bind`. Called plainly it just runs, here."""
+    """A function that can be requested: `enqueue`, `call`, `using`, `bind`. Called plainly, it runs here."""
 
     def __init__(self, session: Session, definition: Definition) -> None:
         super().__init__(session, definition, {})
@@ -91,8 +91,8 @@ class Task(Using[P, R], Generic[P, R, C]):
     @overload
     def on_failure(self, /, **options: Unpack[HandlerOptions]) -> Callable[[F], F]: ...
     def on_failure(self, function: Any = None, /, **options: Any) -> Any:
-        """What to do when a job of this task has failed for good: a job of its own, stored in the step that ends the
-        other, run at least once. It takes a `Failure`, and options of its own: 100 retries, 10 s to 900 s apart."""
+        """Register a handler for jobs of this task that failed for good. It runs at least once, as a separate job that
+        is stored in the same step as the failure. It takes a `Failure`; its options are listed in docs/api.md."""
 
         def register(function: F) -> F:
             self._definition.add_fail_handler(function, cast("HandlerOptions", options))
