@@ -16,7 +16,7 @@ from holdfast.cli import commands
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 EVERYWHERE = ("url", "namespace")
-"""What nearly every command takes: told once, at the top of the page."""
+"""What nearly every command takes: explained once, at the top of the page."""
 PLACE = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -55,21 +55,21 @@ def described(name: str) -> str:
     context = click.Context(command, info_name=f"holdfast {name}")
     usage = " ".join(["holdfast", name, *command.collect_usage_pieces(context)])
     options = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
-    told = [option for option in options if name == "demo" or option.name not in EVERYWHERE]
+    listed = [option for option in options if name == "demo" or option.name not in EVERYWHERE]
     lines = [f"    {usage}"]
-    if told:
-        lines += ["", "| option | |", "|---|---|", *map(row, told)]
+    if listed:
+        lines += ["", "| option | |", "|---|---|", *map(row, listed)]
     return "\n".join(lines)
 
 
 def row(option: click.Option) -> str:
     """An option: its names, what it takes, what it means, its limits and its default."""
     takes = "" if option.is_flag else f" {option.metavar or _takes(option.type)}"
-    said = re.fullmatch(r"(.*?)(?:\s*\[(?:default: )?([^\]]*)\])?", option.help or "", re.DOTALL)
-    assert said is not None
-    default = said[2] or (f"{option.default:g}" if isinstance(option.default, float) else option.default)
-    notes = [said[1].strip(), _limits(option.type)]
-    if said[2] or option.show_default:
+    parts = re.fullmatch(r"(.*?)(?:\s*\[(?:default: )?([^\]]*)\])?", option.help or "", re.DOTALL)
+    assert parts is not None
+    default = parts[2] or (f"{option.default:g}" if isinstance(option.default, float) else option.default)
+    notes = [parts[1].strip(), _limits(option.type)]
+    if parts[2] or option.show_default:
         notes.append(f"Default: {default}.")
     return f"| `{_cell(', '.join(option.opts) + takes)}` | {_cell(' '.join(note for note in notes if note))} |"
 
@@ -83,7 +83,7 @@ def _takes(kind: click.ParamType) -> str:
 def _limits(kind: click.ParamType) -> str:
     least, most = getattr(kind, "min", None), getattr(kind, "max", None)
     if most is not None:
-        return f"{least:g} to {most:,g}."
+        return f"{least:g} to {most:,.10g}."
     return f"At least {least:g}." if least else ""
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from holdfast._core.options import MAX_COUNT, MAX_WAIT_S, IdTemplate, OnConflict, Option, Where, options_of
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -19,6 +23,7 @@ def main() -> int:
     stale = False
     pages = {
         ROOT / "README.md": [picture()],
+        ROOT / "docs/api.md": [task_options(), request_options(), pull_options()],
         ROOT / "docs/machine.md": [diagram(), table()],
         ROOT / "docs/planted.md": [planted()],
     }
@@ -84,6 +89,74 @@ def table() -> str:
         cells = [" or ".join(TRANSITIONS[phase].get(act, ("·",))) for act in Act]
         lines.append(f"| **{phase}** | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def task_options() -> str:
+    """The options of a task, and the defaults of those that a fail handler has too."""
+    rows = [
+        (
+            option.name,
+            default_of(option, Where.TASK),
+            default_of(option, Where.FAIL_HANDLER) if Where.FAIL_HANDLER in option.where else "",
+            value_of(option),
+            option.help,
+        )
+        for option in options_of(Where.TASK)
+    ]
+    return option_table(["option", "default", "in `on_failure`", "value", ""], rows)
+
+
+def request_options() -> str:
+    """The options of a request."""
+    rows = [
+        (
+            option.name,
+            "the task's" if Where.TASK in option.where else default_of(option, Where.USING),
+            value_of(option),
+            option.help,
+        )
+        for option in options_of(Where.USING)
+    ]
+    return option_table(["option", "default", "value", ""], rows)
+
+
+def pull_options() -> str:
+    """The options of a queue that is pulled from."""
+    rows = [
+        (option.name, default_of(option, Where.PULL), value_of(option), option.help)
+        for option in options_of(Where.PULL)
+    ]
+    return option_table(["option", "default", "value", ""], rows)
+
+
+def option_table(head: list[str], rows: list[tuple[str, ...]]) -> str:
+    lines = [" | ".join([f"`{name}`", *cells]) for name, *cells in rows]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {line} |" for line in lines)])
+
+
+def default_of(option: Option, place: Where) -> str:
+    default = option.default_in(place)
+    if default is None:
+        return option.default_text
+    if isinstance(default, str):
+        return f'`"{default}"`'
+    return f"{default:,g} s" if option.is_length else f"{default:,}"
+
+
+def value_of(option: Option) -> str:
+    """What an option takes. The usual bounds, which the page gives once, are left out."""
+    least, most = option.bounds
+    if option.name == "wait":
+        return f"seconds, up to {MAX_WAIT_S:,}; None for no limit"
+    if option.is_length:
+        return f"seconds, from {least:g}" if least else "seconds"
+    if option.type is int:
+        return f"{least} to {most:,}" if most < MAX_COUNT else f"number, from {least}" if least else "number"
+    if get_origin(option.type) is Literal:
+        return " or ".join(f'`"{choice}"`' for choice in get_args(option.type))
+    special = {IdTemplate: "template or function", OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`'}
+    named = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}
+    return {**special, **named}[option.type]
 
 
 def planted() -> str:

@@ -1,6 +1,6 @@
 """Every error that Holdfast raises.
 
-Expected results are values (`Placed`, `Settled`, …); an error is for what a caller cannot plan for.
+Expected results are values (`Placed`, `SettleResult`, …); an error is for what a caller cannot plan for.
 Each message says what was tried and what to do next.
 """
 
@@ -11,6 +11,25 @@ from datetime import datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
+
+__all__ = [
+    "DuplicateJob",
+    "HoldfastError",
+    "JobCancelled",
+    "JobError",
+    "JobFailed",
+    "JobForgotten",
+    "JobNotFound",
+    "LayoutTooNew",
+    "NotOpen",
+    "OptionError",
+    "PayloadRejected",
+    "PermanentError",
+    "Retry",
+    "StorageFull",
+    "StorageUnavailable",
+    "WaitTimeout",
+]
 
 ErrorKind = Literal["permanent", "retriable", "stall", "timeout"]
 

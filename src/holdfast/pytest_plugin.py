@@ -1,19 +1,25 @@
-"""The pytest fixture `rehearse`. See holdfast.testing."""
+"""The pytest fixture `rehearse`. See holdfast.testing.
+
+Every pytest run in an environment with Holdfast loads this module, so it imports the package only inside the fixture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from holdfast._client.app import Holdfast
-from holdfast.testing import Rehearsal
+if TYPE_CHECKING:
+    from holdfast import Holdfast
+    from holdfast.testing import Rehearsal
 
 
 @pytest.fixture
 def rehearse() -> Iterator[Callable[[Holdfast[Any]], Rehearsal]]:
-    """Put an app on memory and a clock of its own until the test ends: `jobs = rehearse(app)`."""
+    """Put an app on memory, with a clock that the test moves, until the test ends: `jobs = rehearse(app)`."""
+    from holdfast.testing import Rehearsal
+
     with ExitStack() as stack:
         yield lambda app: stack.enter_context(Rehearsal(app))

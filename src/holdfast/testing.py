@@ -1,4 +1,4 @@
-"""For your own tests: an app on memory, a clock that moves when told to, and a worker that runs what is ready.
+"""For tests of apps: an app on memory, a clock that the test moves, and a worker that runs what is ready.
 
 >>> async def test_a_reminder_is_sent_after_a_day():
 ...     with rehearse(app) as jobs:
@@ -12,7 +12,6 @@ With pytest, the fixture `rehearse` does the same without the `with`: `jobs = re
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
@@ -26,29 +25,28 @@ from holdfast._worker.executor import RunEvent
 from holdfast.errors import HoldfastError, OptionError
 from holdfast.storage import connect
 
+__all__ = ["Rehearsal", "rehearse"]
+
 MAX_RUNS = 10_000
 """A drain that has started this many runs is taken for one that never ends."""
 START = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)
 
 
 class Rehearsal:
-    """An app whose jobs are in memory, on a clock of their own, for as long as it is entered. Nothing is left after it,
-    and nothing of the app's own storage is touched."""
+    """An app whose jobs are in memory, with a clock that the test moves, until the `with` block ends. The app's own
+    storage is not used, and nothing remains."""
 
     def __init__(self, app: Holdfast[Any], *, now: datetime = START) -> None:
         self._app = app
         self.clock = ManualClock(to_at("now", now) / 1e6)
-        self._storage = connect("memory://", clock=self.clock)
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        _at_once(self._storage.__aenter__())
-        self._app.rehearse(self._storage)
+        self._app.rehearse(connect("memory://", clock=self.clock))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._app.rehearse(None)
-        _at_once(self._storage.__aexit__(None, None, None))
 
     @property
     def now(self) -> datetime:
@@ -98,10 +96,10 @@ class Rehearsal:
     async def _next_due(self, target: int) -> int | None:
         """The first time up to the target at which a job is due."""
         times: list[int] = []
-        for queue in (await self._storage.snapshot()).queues:
+        for queue in (await self._app.storage.snapshot()).queues:
             after: str | None = None
             while True:
-                page = await self._storage.scan(queue.queue, state=State.WAITING, after=after)
+                page = await self._app.storage.scan(queue.queue, state=State.WAITING, after=after)
                 times += [job.run_at for job in page.jobs if self.clock.now_us() < job.run_at <= target]
                 after = page.after
                 if after is None:
@@ -110,14 +108,5 @@ class Rehearsal:
 
 
 def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:
-    """Use an app on memory and a clock of its own: `with rehearse(app) as jobs: …`."""
+    """Use an app on memory, with a clock that the test moves: `with rehearse(app) as jobs: …`."""
     return Rehearsal(app, now=now)
-
-
-def _at_once(step: Coroutine[Any, Any, object]) -> None:
-    """Run what never really waits, with or without a loop: memory is opened and closed in an instant."""
-    try:
-        step.send(None)
-    except StopIteration:
-        return
-    raise HoldfastError("memory was not ready at once")

@@ -368,7 +368,7 @@ async def test_a_retry_refuses_two_times_and_naive_ones(app: Holdfast[Any]) -> N
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue)
-    with pytest.raises(OptionError, match="delay and at are both given"):
+    with pytest.raises(OptionError, match="delay and at are mutually exclusive"):
         await lease.retry(delay=1, at=datetime.now(UTC))
     with pytest.raises(OptionError, match="has no timezone"):
         await lease.retry(at=datetime(2027, 1, 1))

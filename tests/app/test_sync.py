@@ -88,10 +88,10 @@ async def test_what_can_be_read_of_one_can_be_read_of_its_twin(pair: tuple[type,
         handle = await app.queue("q").enqueue(1)
         lease = await app.queue("q").lease(wait=0)
         assert lease is not None
-        connection = app._connection
+        session = app._session
         twins: dict[type, tuple[Any, Any]] = {
-            Handle: (handle, SyncHandle(connection, handle)),
-            Lease: (lease, SyncLease(connection, lease)),
+            Handle: (handle, SyncHandle(session, handle)),
+            Lease: (lease, SyncLease(session, lease)),
             Queue: (app.queue("q"), app.queue("q").sync),
             Using: (task.using(wait=1), task.using(wait=1).sync),
         }
@@ -207,7 +207,7 @@ def test_a_blocking_call_may_come_before_and_beside_the_open_app(serving: Any) -
 
 
 def _place_of(app: Holdfast[Any]) -> dict[str, Any]:
-    return {"url": app._connection._url, "namespace": app._connection._options["namespace"]}
+    return {"url": app._session.address.url, "namespace": app._session.address.namespace}
 
 
 # Queues

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from holdfast import HoldfastError, Update
-from holdfast._client.session import BoundRequest
+from holdfast._client.request import BoundRequest
 from tests.chaos import history
 from tests.chaos.history import pen
 from tests.chaos.setting import DAY_S, LEASE_S, MILD, RATE, WAYS, ending

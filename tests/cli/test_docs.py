@@ -22,8 +22,8 @@ from typing import Any, get_type_hints
 import pytest
 
 import holdfast
-from holdfast._client.queue import PullOptions
 from holdfast._core import options
+from holdfast._core.options import PullOptions
 from holdfast._core.retry_policy import FAIL_HANDLER, TASK
 from tests import servers
 from tests.app.conftest import until
@@ -148,7 +148,7 @@ PUBLIC = {
     holdfast.Holdfast: {"parts", "defer", "rehearse", "rehearsal"},  # for the rest of the package, as they say
     holdfast.Task: set[str](),
     holdfast.Handle: set[str](),
-    holdfast.Queue: {"PURGED", "app", "policy"},
+    holdfast.Queue: {"PURGED"},
     holdfast.Lease: set[str](),
     holdfast.Worker: set[str](),
     holdfast.CurrentJob: {"on_loop"},

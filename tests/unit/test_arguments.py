@@ -83,7 +83,7 @@ VALUES = st.one_of(st.integers(0, 9), st.just("x"))
 def carried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a function is called with after a journey."""
     arguments = Arguments("f", function)
-    data = arguments.encode(CODECS, JSON, arguments.bind(args, kwargs))
+    data = arguments.encode(CODECS, JSON, arguments.by_name(args, kwargs))
     return arguments.call(arguments.decode(JSON, data))
 
 
@@ -110,7 +110,7 @@ def test_a_call_is_bound_as_python_binds_it_or_refused_as_python_refuses_it(
             return f"{prefix}{refusal}"
 
     here = answer(lambda: inspect.signature(function).bind(*args, **kwargs).arguments, "the task: ")
-    assert answer(lambda: Arguments("the task", function).bind(tuple(args), kwargs), "") == here
+    assert answer(lambda: Arguments("the task", function).by_name(tuple(args), kwargs), "") == here
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_function_sees_from_afar_what_it_would_see_here(
 
 def test_only_what_the_caller_gave_travels() -> None:
     arguments = Arguments("f", plain)
-    assert arguments.encode(CODECS, JSON, arguments.bind((1,), {})) == b'{"a":1}'
-    assert arguments.encode(CODECS, JSON, arguments.bind((1,), {"c": 2.0})) == b'{"a":1,"c":2.0}'
+    assert arguments.encode(CODECS, JSON, arguments.by_name((1,), {})) == b'{"a":1}'
+    assert arguments.encode(CODECS, JSON, arguments.by_name((1,), {"c": 2.0})) == b'{"a":1,"c":2.0}'
 
 
 def test_defaults_are_those_of_the_code_that_runs() -> None:
@@ -225,7 +225,7 @@ def test_a_default_may_stand_before_what_is_required() -> None:
 def test_a_codec_of_another_name_reads_the_same_arguments() -> None:
     arguments = Arguments("f", typed)
     msgpack = CODECS.get("msgpack")
-    data = arguments.encode(CODECS, msgpack, arguments.bind((Report(date(2027, 1, 15), 3),), {}))
+    data = arguments.encode(CODECS, msgpack, arguments.by_name((Report(date(2027, 1, 15), 3),), {}))
     assert arguments.decode(msgpack, data).report == Report(date(2027, 1, 15), 3)
 
 
@@ -238,7 +238,7 @@ def test_the_only_positional_parameter_gets_the_bytes_untouched(function: Callab
     arguments = Arguments("f", function)
     assert arguments.whole
     assert arguments.raw
-    assert arguments.encode(CODECS, CODECS.get("raw"), arguments.bind((data,), {})) == data
+    assert arguments.encode(CODECS, CODECS.get("raw"), arguments.by_name((data,), {})) == data
     for codec in ("raw", "json", "msgpack"):
         assert arguments.call(arguments.decode(CODECS.get(codec), data)) == ((data,), {})
 
@@ -247,7 +247,7 @@ def test_a_typed_whole_payload_is_decoded() -> None:
     arguments = Arguments("f", whole)
     assert arguments.whole
     assert not arguments.raw
-    data = arguments.encode(CODECS, JSON, arguments.bind((Report(date(2027, 1, 15)),), {}))
+    data = arguments.encode(CODECS, JSON, arguments.by_name((Report(date(2027, 1, 15)),), {}))
     assert data == b'{"day":"2027-01-15","pages":1}'
     assert arguments.call(arguments.decode(JSON, data)) == ((Report(date(2027, 1, 15)),), {})
     with pytest.raises(PayloadRejected, match="does not fit f"):
@@ -257,14 +257,14 @@ def test_a_typed_whole_payload_is_decoded() -> None:
 def test_a_whole_payload_of_the_wrong_type_is_refused_by_its_name() -> None:
     arguments = Arguments("f", raw)
     with pytest.raises(PayloadRejected, match="the payload of f cannot be sent as raw"):
-        arguments.encode(CODECS, CODECS.get("raw"), arguments.bind(("text",), {}))
+        arguments.encode(CODECS, CODECS.get("raw"), arguments.by_name(("text",), {}))
 
 
 def test_the_default_of_a_whole_payload_is_sent() -> None:
     def with_default(payload: bytes = b"none", /) -> None: ...
 
     arguments = Arguments("f", with_default)
-    assert arguments.encode(CODECS, CODECS.get("raw"), arguments.bind((), {})) == b"none"
+    assert arguments.encode(CODECS, CODECS.get("raw"), arguments.by_name((), {})) == b"none"
 
 
 @pytest.mark.parametrize("function", [positional, only_stars, nothing, plain])
@@ -283,7 +283,7 @@ def test_an_annotation_may_name_what_is_defined_later() -> None:
 
 def test_an_annotation_that_cannot_be_found_is_told_when_it_is_needed_and_not_before() -> None:
     arguments = Arguments("reports.make", unfindable)
-    assert arguments.bind((1,), {}) == {"item": 1}
+    assert arguments.by_name((1,), {}) == {"item": 1}
     assert arguments.encode(CODECS, JSON, {"item": 1}) == b'{"item":1}'
     for look in (lambda: arguments.returns, lambda: arguments.decode(JSON, b'{"item":1}')):
         with pytest.raises(OptionError, match=r"annotations of reports.make cannot be read.*Unfindable"):
@@ -314,7 +314,7 @@ def test_a_worker_accepts_annotations_that_can_be_read(function: Callable[..., A
 
 def make_id(function: Callable[..., Any], template: Any, *args: Any, **kwargs: Any) -> str:
     arguments = Arguments("f", function)
-    return id_maker(arguments, template)(arguments.bind(args, kwargs))
+    return id_maker(arguments, template)(arguments.by_name(args, kwargs))
 
 
 def two(a: str | None, b: str | None) -> None: ...

@@ -6,23 +6,32 @@ import math
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast._client.policy import queue_config
 from holdfast._core.jobs import MAX_MS, Update
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
     MAX_WAIT_S,
+    OPTIONS,
     EnqueueOptions,
     HandlerOptions,
+    Option,
+    PullOptions,
+    Seconds,
     StubOptions,
     TaskOptions,
     UsingOptions,
-    check_known,
+    Where,
+    all_fields,
+    check_names,
     from_at,
+    given_fields,
+    options_of,
     to_at,
     to_choice,
     to_count,
@@ -30,6 +39,7 @@ from holdfast._core.options import (
     to_update,
     to_wait_s,
 )
+from holdfast._core.retry_policy import FAIL_HANDLER, PULL, TASK, Policy, QueueConfig
 from holdfast.errors import OptionError
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
@@ -214,38 +224,95 @@ def test_a_rule_that_there_is_none_of_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "name", "meant"),
+    ("place", "name", "meant"),
     [
-        (UsingOptions, "prioriy", "priority"),
-        (UsingOptions, "waits", "wait"),
-        (UsingOptions, "max_retry", "max_retries"),
-        (EnqueueOptions, "runat", "run_at"),
-        (TaskOptions, "time_out", "timeout"),
-        (TaskOptions, "singelton", "singleton"),
-        (TaskOptions, "max_stall", "max_stalls"),
-        (HandlerOptions, "min_backof", "min_backoff"),
-        (StubOptions, "nam", "name"),
+        (Where.USING, "prioriy", "priority"),
+        (Where.USING, "waits", "wait"),
+        (Where.USING, "max_retry", "max_retries"),
+        (Where.ENQUEUE, "runat", "run_at"),
+        (Where.TASK, "time_out", "timeout"),
+        (Where.TASK, "singelton", "singleton"),
+        (Where.TASK, "max_stall", "max_stalls"),
+        (Where.FAIL_HANDLER, "min_backof", "min_backoff"),
+        (Where.STUB, "nam", "name"),
     ],
 )
-def test_a_name_that_is_almost_right_is_refused_with_the_right_one(known: type, name: str, meant: str) -> None:
+def test_a_name_that_is_almost_right_is_refused_with_the_right_one(place: Where, name: str, meant: str) -> None:
     with pytest.raises(OptionError, match=f"using has no option '{name}': did you mean '{meant}'?"):
-        check_known("using", {name: 1}, known)
+        check_names("using", place, {name: 1})
 
 
 @pytest.mark.parametrize(
-    ("known", "name"),
-    [(EnqueueOptions, "wait"), (HandlerOptions, "unique"), (StubOptions, "timeout"), (UsingOptions, "zzz")],
+    ("place", "name"),
+    [(Where.ENQUEUE, "wait"), (Where.FAIL_HANDLER, "unique"), (Where.STUB, "timeout"), (Where.USING, "zzz")],
 )
-def test_a_name_that_belongs_elsewhere_is_refused(known: type, name: str) -> None:
+def test_a_name_that_belongs_elsewhere_is_refused(place: Where, name: str) -> None:
     with pytest.raises(OptionError, match=f"has no option '{name}'"):
-        check_known("enqueue", {name: 1}, known)
+        check_names("enqueue", place, {name: 1})
 
 
 def test_a_name_like_nothing_is_refused_with_all_that_there_are() -> None:
     with pytest.raises(OptionError, match=r"it takes dedup_ttl, delay, id, max_retries, .*wait$"):
-        check_known("using", {"zzzzzz": 1}, UsingOptions)
+        check_names("using", Where.USING, {"zzzzzz": 1})
 
 
-@pytest.mark.parametrize("known", [EnqueueOptions, UsingOptions, HandlerOptions, TaskOptions, StubOptions])
-def test_every_option_that_is_declared_is_known(known: type) -> None:
-    check_known("it", dict.fromkeys(known.__annotations__, 1), known)
+TYPED = {
+    Where.ENQUEUE: EnqueueOptions,
+    Where.USING: UsingOptions,
+    Where.FAIL_HANDLER: HandlerOptions,
+    Where.TASK: TaskOptions,
+    Where.STUB: StubOptions,
+    Where.PULL: PullOptions,
+}
+
+
+@pytest.mark.parametrize("place", TYPED, ids=str)
+def test_typed_dicts_have_the_keys_and_types_of_the_table(place: Where) -> None:
+    assert get_type_hints(TYPED[place]) == {option.name: option.type for option in options_of(place)}
+
+
+def test_every_default_of_the_table_is_a_valid_value() -> None:
+    for option in OPTIONS.values():
+        for place in Where:
+            default = option.default_in(place)
+            assert default is None or option.convert(default) is not None, (option.name, place)
+
+
+def test_a_default_that_is_not_a_value_is_described() -> None:
+    undescribed = [
+        (option.name, place)
+        for place in (Where.TASK, Where.FAIL_HANDLER, Where.USING, Where.PULL)
+        for option in options_of(place)
+        if option.default_in(place) is None and not option.default_text
+    ]
+    assert undescribed == []
+
+
+def test_help_is_one_line_of_whole_sentences() -> None:
+    wrong = [o.name for o in OPTIONS.values() if not (o.help[0].isupper() and o.help[-1] == "." and "\n" not in o.help)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("place", "policy"), [(Where.TASK, TASK), (Where.FAIL_HANDLER, FAIL_HANDLER), (Where.PULL, PULL)], ids=str
+)
+def test_defaults_of_the_table_make_the_default_policies(place: Where, policy: Policy) -> None:
+    assert queue_config("q", place, {}) == QueueConfig(queue="q", policy=policy)
+
+
+def test_fields_of_a_request_are_those_given_and_none_is_not_given() -> None:
+    assert given_fields({"delay": 1.5, "priority": None, "max_retries": 3}) == {"delay_ms": 1_500, "max_retries": 3}
+
+
+def test_fields_of_a_task_are_all_with_defaults() -> None:
+    fields = all_fields(Where.TASK, {"timeout": 5, "concurrency": None})
+    assert (fields["timeout_ms"], fields["max_retries"], fields["concurrency"]) == (5_000, 10, None)
+    with pytest.raises(OptionError, match="timeout is a number of seconds"):
+        all_fields(Where.TASK, {"timeout": None})
+
+
+def test_an_option_carries_its_bounds_and_its_name_into_the_refusal() -> None:
+    option = Option("cache_ttl", Seconds, "Time.", Where.TASK, least=1, most=60)
+    assert (option.field, option.convert(60)) == ("cache_ttl_ms", 60_000)
+    with pytest.raises(OptionError, match="cache_ttl is from 1 to 60 seconds, not 61"):
+        option.convert(61)

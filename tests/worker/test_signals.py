@@ -186,7 +186,7 @@ async def test_sighup_replaces_the_children_one_by_one_and_hurts_no_job(scene: S
     code.write("new", head="note('loading'); import time; time.sleep(0.5); note('loaded')")
     worker.signal(signal.SIGHUP)
     asked = asyncio.create_task(ask_all_the_time(scene))
-    await until(lambda: "the code was loaded anew" in worker.text())
+    await until(lambda: "loaded the code again" in worker.text())
     asked.cancel()
     results = await asked
     assert [note["code"] for note in scene.notes("slow")] == 10 * ["old"]
@@ -261,7 +261,7 @@ async def test_code_that_does_not_load_leaves_the_old_children_at_work_and_is_to
     assert (await slow.result(wait=10))[0] == "old"
     code.write("mended")
     worker.signal(signal.SIGHUP)
-    await until(lambda: "the code was loaded anew" in worker.text())
+    await until(lambda: "loaded the code again" in worker.text())
     assert (await scene.ask("which"))[0] == "mended"
 
 
@@ -279,7 +279,7 @@ async def test_code_that_has_nothing_to_serve_any_more_can_be_mended(scene: Scen
     assert worker.process.poll() is None
     code.write("mended")
     worker.signal(signal.SIGHUP)
-    await until(lambda: "the code was loaded anew" in worker.text())
+    await until(lambda: "loaded the code again" in worker.text())
     assert (await scene.ask("which"))[0] == "mended"
 
 

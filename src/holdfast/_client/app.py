@@ -9,15 +9,26 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Self, Unpack, cast, overload
 
+from holdfast._client import request
 from holdfast._client.lease import Lease, read_token
-from holdfast._client.queue import PullOptions, Queue
-from holdfast._client.session import BoundRequest, Session, StorageAddress
-from holdfast._client.task import Definition, Handle, Task, TaskDecorator
+from holdfast._client.queue import Queue
+from holdfast._client.request import BoundRequest, Handle
+from holdfast._client.session import Session, StorageAddress
+from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
 from holdfast._core.jobs import Job
-from holdfast._core.options import Seconds, StubOptions, TaskOptions, check_known, to_count, to_ms
+from holdfast._core.options import (
+    PullOptions,
+    Seconds,
+    StubOptions,
+    TaskOptions,
+    Where,
+    check_names,
+    to_count,
+    to_ms,
+)
 from holdfast._core.replies import Snapshot
 from holdfast._worker.app_loader import find
 from holdfast._worker.executor import OnEvent
@@ -73,30 +84,29 @@ class Holdfast(Generic[T]):
         max_payload: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._connection = Session(
+        self._session = Session(
             url, storage=storage, namespace=namespace, codec=codec, max_payload=max_payload, clock=clock
         )
         self._lifespan = lifespan
         self._tasks: dict[str, Definition] = {}
         self._stubs: set[str] = set()
-        self._around = AppHooks()
-        self._around.find = self._find
+        self._around = AppHooks(find=self._find)
         self._on_event: list[OnEvent] = []
 
     def __repr__(self) -> str:
-        return f"<Holdfast on {self._connection!r}, {len(self._tasks)} tasks>"
+        return f"<Holdfast on {self._session!r}, {len(self._tasks)} tasks>"
 
     async def __aenter__(self) -> Self:
-        await self._connection.__aenter__()
+        await self._session.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._connection.__aexit__(*exc)
+        await self._session.__aexit__(*exc)
 
     @property
     def storage(self) -> Storage:
         """The storage, while the app is open: the verbs that are too seldom needed to be here."""
-        return self._connection.storage
+        return self._session.storage
 
     @property
     def tasks(self) -> list[str]:
@@ -117,8 +127,8 @@ class Holdfast(Generic[T]):
     @overload
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
-        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. See `TaskOptions` for what there is."""
-        check_known("task", options, TaskOptions)
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
+        check_names("task", Where.TASK, options)
         define = self._define(cast("TaskOptions", options), stub=False)
         return define if function is None else define(function)
 
@@ -129,7 +139,7 @@ class Holdfast(Generic[T]):
         ... def render(doc: bytes) -> bytes:
         ...     raise NotImplementedError
         """
-        check_known("stub", options, StubOptions)
+        check_names("stub", Where.STUB, options)
         if "name" not in options:
             raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
         return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))
@@ -147,10 +157,10 @@ class Holdfast(Generic[T]):
                 raise OptionError(
                     f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
                 )
-            definition = self._tasks[name] = Definition(self._connection, function, name, options, stub=stub)
+            definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
             if stub:
                 self._stubs.add(name)
-            return Task(self._connection, definition)
+            return Task(self._session, definition)
 
         return define
 
@@ -162,8 +172,7 @@ class Holdfast(Generic[T]):
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
-        sent = await self._connection.enqueue_many(bounds)
-        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+        return await request.enqueue_many(self._session, bounds)
 
     def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
         """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
@@ -178,15 +187,14 @@ class Holdfast(Generic[T]):
         ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
         ...     app.enqueue_in(db, welcome.bind("ada"))
         """
-        sent = self._connection.enqueue_in(transaction, bounds)
-        return [Handle(self._connection, bound, reply) for bound, reply in sent]
+        return request.enqueue_in(self._session, transaction, bounds)
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
         """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
 
         The options are the limits of a queue that is pulled from; it has none unless given.
         """
-        return Queue(self._connection, name, options)
+        return Queue(self._session, name, options)
 
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
         """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
@@ -206,7 +214,7 @@ class Holdfast(Generic[T]):
         """Blocking versions, for code that has no event loop."""
         from holdfast._client.sync import SyncApp
 
-        return SyncApp(self._connection)
+        return SyncApp(self._session)
 
     async def _find(self, queue: str, id: str) -> Job | None:
         (job,) = await self.storage.get(queue, [id])
@@ -220,25 +228,26 @@ class Holdfast(Generic[T]):
         return function
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
-        """Be told when a run has completed its job, or failed it for good, before that is stored: the `Execution` may
-        be changed (`result`, `error`, `ttl`). May be async. If it raises, nothing is changed and `on_error` is told."""
+        """Call a function when a run has completed its job, or failed it for good, before that is stored. It may change
+        the `Execution` (`result`, `error`, `ttl`), and may be async. If it raises, nothing is changed and `on_error`
+        is called."""
         self._around.after.append(_hook("after_execution", function))
         return function
 
     def on_event(self, function: OnEvent) -> OnEvent:
-        """Be told of what this app's workers did: a `RunEvent` each, in order, once it is stored."""
+        """Call a function with each `RunEvent` of this app's workers, in order, once it is stored."""
         self._on_event.append(_hook("on_event", function))
         return function
 
     def on_error(self, function: OnError) -> OnError:
-        """Be told of trouble that is no job's own: a hook that raised, a storage that cannot be reached. Called with
-        the exception and where it happened. Without such a hook it is logged."""
+        """Call a function with each error that is not the failure of a job (a hook that raised, a storage that cannot
+        be reached), and with the place where it happened. Without such a hook the error is logged."""
         self._around.errors.append(_hook("on_error", function))
         return function
 
     def add_codec(self, codec: Codec) -> None:
         """Make a codec known by its name, so that payloads it wrote can be read."""
-        self._connection.codecs.add(codec)
+        self._session.codecs.add(codec)
 
     # Work
 
@@ -278,7 +287,7 @@ class Holdfast(Generic[T]):
         chosen = self._served(queues)
         if processes is None:
             return self._make_worker(chosen, **options)
-        self._connection.address.check_shared()
+        self._session.address.check_shared()
         pool = Pool(
             find(self),
             sys.path,
@@ -300,15 +309,15 @@ class Holdfast(Generic[T]):
 
     def parts(self) -> AppParts:
         """For holdfast._worker and holdfast.cli: what there is to run."""
-        return AppParts(self._served(None), self._around, self._lifespan, self._on_event, self._connection.address)
+        return AppParts(self._served(None), self._around, self._lifespan, self._on_event, self._session.address)
 
     def defer(self) -> None:
         """For holdfast._worker: open the storage only when it is first used."""
-        self._connection.defer()
+        self._session.defer()
 
     def rehearse(self, storage: Storage | None) -> None:
         """For holdfast.testing: use another storage, on every loop, until None is put back."""
-        self._connection.rehearse(storage)
+        self._session.rehearse(storage)
 
     def rehearsal(self, note: OnEvent) -> Worker:
         """For holdfast.testing: a worker that runs what is ready and then ends."""
@@ -324,7 +333,8 @@ class Holdfast(Generic[T]):
                 if self._lifespan is None:
                     yield storage
                     return
-                async with self._lifespan() as inline.runner.resources:
+                async with self._lifespan() as resources:
+                    inline.runner.resources = resources
                     yield storage
 
         on_event = [*self._on_event, *notes]

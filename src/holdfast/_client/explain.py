@@ -1,4 +1,4 @@
-"""Why a job is not running, or what it is doing: in sentences, for people who wait for it."""
+"""Why a job is not running, or what it is doing, in sentences."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from holdfast._core.text import length
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
-"""So many jobs are looked at to say how many are before this one."""
+"""Maximum number of jobs that are read to count those in front of this one."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a job, and why it is where it is."""
+    """The state of a job, and the reasons for it."""
 
     queue: str
     id: str
     state: State | None
-    """None if there is no such job."""
+    """None if the job does not exist."""
     reasons: list[str]
 
 
 async def explain(storage: Storage, queue: str, id: str) -> Explanation:
-    """Look at a job, its queue and its workers."""
+    """Read a job, its queue and its workers, and explain the state of the job."""
     (job,) = await storage.get(queue, [id])
     if job is None:
-        told = ["there is no such job: it was never asked for, or it has ended and is forgotten"]
-        return Explanation(queue=queue, id=id, state=None, reasons=told)
+        missing = "there is no such job: it was never requested, or it has ended and is forgotten"
+        return Explanation(queue=queue, id=id, state=None, reasons=[missing])
     snapshot = await storage.snapshot()
     stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
@@ -44,7 +44,7 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
 
 
 def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:
-    """What there is to say. `ahead` is how many jobs are known to come first, and whether that is all. Pure."""
+    """The reasons as sentences. `ahead` is the number of jobs in front, and whether all of them were counted. Pure."""
     match job.state:
         case State.WAITING:
             return _of_waiting(job, now, stats, ahead)
@@ -55,59 +55,59 @@ def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool
 
 
 def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool]) -> list[str]:
-    told: list[str] = []
+    sentences: list[str] = []
     jobs, counted = ahead
     if job.run_at > now:
         if job.error is not None and (job.retries or job.timeouts or job.stalls):
-            told.append(f"it waits out a backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
+            sentences.append(f"it waits out a backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
         else:
-            told.append(f"it is scheduled for {_at(job.run_at, now)}")
+            sentences.append(f"it is scheduled for {_at(job.run_at, now)}")
     if stats is not None and stats.paused:
-        told.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
+        sentences.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
     if stats is None or not stats.workers:
-        told.append("no live worker serves this queue")
+        sentences.append("no live worker serves this queue")
     if jobs or not counted:
-        told.append(f"{'' if counted else 'at least '}{_jobs(jobs)} in front of it")
-    if not told:
-        told.append("it is ready: the next worker with room takes it")
+        sentences.append(f"{'' if counted else 'at least '}{number_of(jobs, 'job')} in front of it")
+    if not sentences:
+        sentences.append("it is ready: the next worker with room takes it")
     counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
     happened = [f"{what} {_times(count)}" for what, count in counts.items() if count]
     if happened:
         last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
-        told.append(f"it has been {', '.join(happened)}{last}")
-    return told
+        sentences.append(f"it has been {', '.join(happened)}{last}")
+    return sentences
 
 
 def _of_running(job: Job, now: int, alive: set[str]) -> list[str]:
     assert job.run is not None
     run = job.run
-    told = [f"it runs on worker {run.worker}, attempt {job.attempts}"]
+    sentences = [f"it runs on worker {run.worker}, attempt {job.attempts}"]
     if run.until_at < now or run.overdue:
         gone = "" if run.worker in alive else ", and that worker has not been heard of"
-        told.append(f"its lease was to be extended by {_at(run.until_at, now)}{gone}: soon it is taken back")
+        sentences.append(f"its lease was to be extended by {_at(run.until_at, now)}{gone}: soon it is taken back")
     elif run.worker not in alive:
-        told.append(f"its lease lasts until {_at(run.until_at, now)}")
+        sentences.append(f"its lease lasts until {_at(run.until_at, now)}")
     if run.cancel_asked:
-        told.append("it was asked to stop, and has not yet")
+        sentences.append("it was asked to stop, and has not yet")
     if run.next is not None:
-        told.append("a newer request is deferred until this run ends")
-    return told
+        sentences.append("a newer request is deferred until this run ends")
+    return sentences
 
 
 def _of_finished(job: Job, now: int) -> list[str]:
     assert job.outcome is not None
     outcome = job.outcome
     ended = "was cancelled" if outcome.state is State.CANCELLED else f"has {outcome.state}"
-    told = [f"it {ended}, after {_jobs(job.attempts, 'run')}"]
+    sentences = [f"it {ended}, after {number_of(job.attempts, 'run')}"]
     if outcome.state is State.FAILED:
-        told[0] += f", with {_error(outcome.error)}"
-        told.append("`holdfast retry` runs it once more")
-    told.append(f"it is remembered until {_at(outcome.forget_at, now)}")
-    return told
+        sentences[0] += f", with {_error(outcome.error)}"
+        sentences.append("`holdfast retry` runs it once more")
+    sentences.append(f"it is remembered until {_at(outcome.forget_at, now)}")
+    return sentences
 
 
 async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> tuple[int, bool]:
-    """How many jobs that are due come before this one, and whether all were looked at."""
+    """Number of due jobs in front of this one, and whether all of them were counted."""
     ahead, after = 0, None
     for _ in range(MOST_AHEAD // 100):
         page = await storage.scan(queue, state=State.WAITING, after=after, limit=100)
@@ -126,15 +126,21 @@ def _error(data: bytes | None) -> str:
     return f"{error} ({error.kind})"
 
 
-def _jobs(count: int, what: str = "job") -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+def number_of(count: int, what: str) -> str:
+    """A count and its noun: "1 job", "2,000 jobs"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def when(at: datetime, now: datetime) -> str:
+    """A point in time, and its distance from now by the clock of the storage."""
+    seconds = (at - now).total_seconds()
+    distance = f"in {length(seconds)}" if seconds >= 0 else f"{length(-seconds)} ago"
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({distance})"
+
+
 def _at(at: int, now: int) -> str:
-    there: datetime = from_at(at)
-    seconds = (at - now) / 1e6
-    return f"{there:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"
+    return when(from_at(at), from_at(now))

@@ -1,4 +1,4 @@
-"""Waiting for a job's end: subscribe, make sure the outcome will be kept, look, and look again on every hint.
+"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint.
 
 A hint that is lost costs at most one `POLL_INTERVAL_S`; the record is the truth.
 """
@@ -26,15 +26,16 @@ KEEP_FOREVER_MS = 60_000
 """A waiter without a limit asks for this much, again and again."""
 ASK_AGAIN_S = 30.0
 LISTEN_S = 2.0
-"""How long to try to be told of the end, before it is looked for instead."""
-LAST_LOOK_S = 1.0
-"""A look that was begun may take this long, also when the wait is over."""
+"""How long to try to subscribe before polling instead."""
+LAST_POLL_S = 1.0
+"""A poll may take this long, even past the end of the wait."""
 
 
 async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s: float | None = 30.0) -> Outcome:
     """How a generation of a job ended: completed or failed.
 
-    Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 looks once, None waits for ever.
+    Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 polls once, None is without a
+    limit.
     """
     check_wait(wait_s)
     async with _Waiter(storage, queue, id, wait_s) as waiter:
@@ -43,14 +44,14 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
                 await waiter.ask_to_keep()
         except TimeoutError:
             raise WaitTimeout(f"job {id!r} in {queue}: its storage did not answer within {wait_s:g} s") from None
-        return await waiter.wait(generation, look_first=True)
+        return await waiter.wait(generation, poll_first=True)
 
 
 async def ask(
     storage: Storage, queue: str, request: Request, *, wait_s: float | None, check: Callable[[Enqueued], None]
 ) -> tuple[Enqueued, Outcome]:
-    """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no look
-    at the record. `check` may raise at the reply. Raises as `wait` does."""
+    """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no poll
+    of the record. `check` may raise at the reply. Raises as `wait` does."""
     check_wait(wait_s)
     async with _Waiter(storage, queue, request.id, wait_s) as waiter:
         try:
@@ -64,7 +65,7 @@ async def ask(
         if reply.outcome is not None:
             return reply, reply.outcome
         new = reply.placed is Placed.NEW and wait_s != 0
-        return reply, await waiter.wait(reply.generation, look_first=not new)
+        return reply, await waiter.wait(reply.generation, poll_first=not new)
 
 
 def check_wait(wait_s: float | None) -> None:
@@ -73,7 +74,7 @@ def check_wait(wait_s: float | None) -> None:
 
 
 class _Waiter:
-    """One who waits for one job."""
+    """Waits for one job."""
 
     def __init__(self, storage: Storage, queue: str, id: str, wait_s: float | None) -> None:
         self._storage = storage
@@ -82,13 +83,13 @@ class _Waiter:
         self._wait_s = wait_s
         self._asked_at = asyncio.get_running_loop().time()
         self._deadline = None if wait_s is None else self._asked_at + wait_s
-        self._trouble: StorageUnavailable | None = None
+        self._storage_error: StorageUnavailable | None = None
         self._listening: AbstractAsyncContextManager[Events] | None = None
         self._events: Events | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
 
     async def __aenter__(self) -> Self:
-        """Hear hints, if they can be had soon. If not, or if there is only one look, they are done without."""
+        """Subscribe to hints, unless that takes too long, or there is only one poll."""
         if self._wait_s == 0:
             return self
         listening = self._storage.subscribe(Topic(self._queue, "ends", self._id))
@@ -105,9 +106,9 @@ class _Waiter:
             await self._listening.__aexit__(None, None, None)
 
     def in_time(self) -> asyncio.Timeout:
-        """A limit for a step of the wait: the rest of it, or as long as one look may take."""
+        """A limit for a step of the wait: the rest of it, or as long as one poll may take."""
         now = asyncio.get_running_loop().time()
-        return asyncio.timeout_at(None if self._deadline is None else max(self._deadline, now + LAST_LOOK_S))
+        return asyncio.timeout_at(None if self._deadline is None else max(self._deadline, now + LAST_POLL_S))
 
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
@@ -115,33 +116,33 @@ class _Waiter:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
         self._asked_at = asyncio.get_running_loop().time()
 
-    async def wait(self, generation: int, *, look_first: bool) -> Outcome:
+    async def wait(self, generation: int, *, poll_first: bool) -> Outcome:
         loop = asyncio.get_running_loop()
         hint: Event | None = None
-        looks = look_first
+        poll = poll_first
         while True:
-            told: Outcome | Answer | None = _told(hint, generation)
-            if told is None and looks:
-                told = await self._look(generation)
-            if isinstance(told, Outcome):
-                if told.state is State.CANCELLED:
+            found: Outcome | Answer | None = _outcome_in(hint, generation)
+            if found is None and poll:
+                found = await self._poll(generation)
+            if isinstance(found, Outcome):
+                if found.state is State.CANCELLED:
                     raise JobCancelled(f"job {self._id!r} in {self._queue} was cancelled")
-                return told
-            self._raise_if_over(told)
+                return found
+            self._raise_if_over(found)
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
                 await self._ask_again()
             left = POLL_INTERVAL_S if self._deadline is None else min(POLL_INTERVAL_S, self._deadline - loop.time())
             hint = await self._hint(max(left, 0.0))
-            looks = True
+            poll = True
 
     async def _hint(self, seconds: float) -> Event | None:
-        """The next hint, or None when it is time to look anyway."""
+        """The next hint, or None when it is time to poll anyway."""
         if self._events is not None:
             return await self._events.within(seconds)
         await asyncio.sleep(seconds)
         return None
 
-    async def _look(self, generation: int) -> Outcome | Answer | None:
+    async def _poll(self, generation: int) -> Outcome | Answer | None:
         """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
         try:
             async with self.in_time():
@@ -149,32 +150,34 @@ class _Waiter:
         except TimeoutError:
             return None
         except StorageUnavailable as error:
-            self._trouble = error
+            self._storage_error = error
             return None
-        self._trouble = None
+        self._storage_error = None
         return answer(job, generation)
 
-    def _raise_if_over(self, told: Answer | None) -> None:
-        if told is Answer.DROPPED:
+    def _raise_if_over(self, answer: Answer | None) -> None:
+        if answer is Answer.DROPPED:
             raise JobCancelled(
                 f"the request for job {self._id!r} in {self._queue} was cancelled while an earlier run went on"
             )
-        if told is Answer.FORGOTTEN:
+        if answer is Answer.FORGOTTEN:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            report_error = "" if self._trouble is None else f" (the storage could not be reached: {self._trouble})"
+            reason = (
+                "" if self._storage_error is None else f" (the storage could not be reached: {self._storage_error})"
+            )
             raise WaitTimeout(
-                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{report_error}"
+                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{reason}"
             )
 
     async def _ask_again(self) -> None:
         try:
             await self.ask_to_keep()
         except StorageUnavailable as error:
-            self._trouble = error
+            self._storage_error = error
 
 
-def _told(hint: Event | None, generation: int) -> Outcome | None:
+def _outcome_in(hint: Event | None, generation: int) -> Outcome | None:
     """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
     younger than one that the record still has."""
     return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None

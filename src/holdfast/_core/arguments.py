@@ -68,11 +68,11 @@ class Arguments:
 
     @property
     def raw(self) -> bool:
-        """The payload is bytes that nobody looks into."""
+        """The payload is bytes that are not decoded."""
         return self.whole and self.hints.get(self._parameters[0].name, bytes) is bytes
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What a call gives, by name. Raises the TypeError that the call itself would."""
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by parameter name. Raises the TypeError that the call itself would."""
         if self._plain and not args and self._required <= kwargs.keys() <= self._names:
             return kwargs
         if self._plain and len(args) <= len(self._positional):
@@ -129,7 +129,7 @@ class Arguments:
         except TypeError as error:
             raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
         except UNDECODABLE:
-            pass  # Nothing is of any type; what counts is that it could be asked for.
+            pass  # No bytes fit any type; only the type itself is checked here.
 
     def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the function with."""

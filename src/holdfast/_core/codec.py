@@ -1,7 +1,7 @@
 """Values to bytes and back: JSON (the default), msgpack, raw bytes, or a codec of your own.
 
-A value is encoded by whoever produces it, so that what cannot be sent fails where it was written, and decoded against
-the annotations of whoever reads it. A record notes which codec wrote it: a queue may mix them. Nothing is pickled.
+The producer encodes a value, so that a value that cannot be sent fails where it was written. The reader decodes it
+against its annotations. A record notes which codec wrote it: a queue may mix them. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Codecs:
         name = getattr(codec, "name", None)
         able = all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
         if not able or not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.+-]{1,40}", name):
-            raise OptionError(f"{codec!r:.60} is no codec: it needs a name, encode(value) and decode(data, type)")
+            raise OptionError(f"{codec!r:.60} is not a codec: it needs a name, encode(value) and decode(data, type)")
         if name in self._known and self._known[name] is not codec and type(self._known[name]) is not type(codec):
             raise OptionError(f"there is another codec named {name!r}: stored payloads would change their meaning")
         self._known[name] = codec
@@ -142,13 +142,13 @@ class Codecs:
             raise PayloadRejected(f"{what} cannot be read as {name} of {_shown(type)}: {_reason(error)}") from error
 
     def encode_any(self, what: str, value: object) -> tuple[bytes, str]:
-        """Bytes as they are, anything else by the app's codec: the data, and which codec wrote it."""
+        """Bytes unchanged, any other value by the app's codec: the data, and the name of the codec."""
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(cast("bytes", value)), "raw"
         return self.encode(what, value), self.default.name
 
     def decode_or_leave(self, data: bytes | None, name: str) -> Any:
-        """A value; the bytes themselves where nobody here can read them."""
+        """A value; the bytes themselves if they cannot be decoded here."""
         if data is None:
             return None
         try:
@@ -188,7 +188,7 @@ def _decode_other(type: Any, value: Any) -> Any:
 
 
 def _is_pydantic(type: Any) -> bool:
-    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # Whoever has a model has imported it.
+    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported it.
     return model is not None and isinstance(type, model.__class__)
 
 

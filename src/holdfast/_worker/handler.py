@@ -195,12 +195,12 @@ class Handler:
 class AppHooks:
     """What an app puts around its handlers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, find: Callable[[str, str], Awaitable[Job | None]] | None = None) -> None:
         self.middleware: list[Middleware] = []
         self.after: list[AfterExecution] = []
         self.errors: list[OnError] = []
-        self.find: Callable[[str, str], Awaitable[Job | None]] | None = None
-        """Looks a record up."""
+        self.find = find
+        """Reads a record, given its queue and its id."""
 
     async def report_error(self, error: BaseException, where: str) -> None:
         """Something failed that is no job's own failure: tell the error hooks, or the log if there is none."""

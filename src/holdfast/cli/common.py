@@ -10,7 +10,6 @@ import os
 import sys
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -21,7 +20,7 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.session import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
-from holdfast._core.text import length, printable
+from holdfast._core.text import printable
 from holdfast.errors import OptionError
 from holdfast.storage.urls import DEFAULT_URL
 
@@ -35,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     url: str
     source: str
-    """Who said so."""
+    """Where the URL comes from: an option, a variable or a file."""
     namespace: str
     app: str | None
 
@@ -66,7 +65,7 @@ def settings(url: str | None, namespace: str | None) -> Settings:
         if not isinstance(value, str):
             raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {type(value).__name__}")
     sources = {"--url": url, URL_VARIABLE: os.environ.get(URL_VARIABLE), f"{file}": project.get("url")}
-    source, chosen = next(((name, told) for name, told in sources.items() if told), ("", DEFAULT_URL))
+    source, chosen = next(((name, value) for name, value in sources.items() if value), ("", DEFAULT_URL))
     return Settings(
         chosen,
         source,
@@ -93,10 +92,10 @@ def _project() -> tuple[Path | None, dict[str, Any]]:
 
 
 def _table(found: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
-    told = found.get(name, {})
-    if not isinstance(told, dict):
+    value = found.get(name, {})
+    if not isinstance(value, dict):
         raise OptionError(f"{file}: {name} is a table: [tool.holdfast] has url, namespace and app")
-    return cast("dict[str, Any]", told)
+    return cast("dict[str, Any]", value)
 
 
 def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -195,37 +194,27 @@ def plain(value: object) -> object:
 
 
 class Number(click.FloatRange):
-    """A number, and no nan."""
+    """A number that is not NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
-            self.fail(f"{value!r} is no number", param, ctx)
+            self.fail(f"{value!r} is not a number", param, ctx)
         return number
 
 
-def number_of(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def where(app: Holdfast[Any]) -> str:
-    """Where its jobs are, in full: whoever looks at another place than others sees it here."""
+    """The full name of the storage, so that a wrong one is noticed."""
     return repr(app.storage).strip("<>").partition(" ")[2]
-
-
-def when(at: datetime, now: datetime) -> str:
-    """A point in time, and how far it is by the storage's clock."""
-    seconds = (at - now).total_seconds()
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"
 
 
 # What is given
 
 
 def read_payload(given: str, *, text: bool, raw: bool) -> object:
-    """A payload from the command line, or from stdin for `-`: JSON, unless told otherwise."""
+    """A payload from the command line, or from stdin for `-`: JSON, unless an option says otherwise."""
     if text and raw:
-        raise click.UsageError("--text and --raw are both given: one of them says what the payload is")
+        raise click.UsageError("--text and --raw are mutually exclusive: pass only one")
     data = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")
     if raw:
         return data
@@ -233,7 +222,7 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
         try:
             return data.decode().removesuffix("\n")
         except UnicodeDecodeError as error:
-            raise OptionError(f"the payload is no text ({error}): use --raw for bytes") from None
+            raise OptionError(f"the payload is not text ({error}): use --raw for bytes") from None
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -243,7 +232,7 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
 
 
 def end(status: int, why: str = "") -> NoReturn:
-    """Leave with a status; what is said goes to stderr."""
+    """Exit with a status and print the reason to stderr."""
     if why:
         lines = (printable(line) for line in f"holdfast: {why}".split("\n"))
         click.secho("\n".join(lines), fg="red", err=True)

@@ -104,14 +104,14 @@ class Screen:
         self.progress("…")
         try:
             async with asyncio.timeout(30):
-                told = await show()
+                result = await show()
         except (HoldfastError, TimeoutError, AssertionError, OSError) as error:
             raise Failed(f"{title} ({type(error).__name__}: {error})") from error
         self.wipe()
         click.echo(f"{self.seconds:5.1f} s  ", nl=False)
         click.secho("✓ ", fg="green", nl=False)
         click.echo(f"{title}: ", nl=False)
-        click.secho(told, fg="cyan")
+        click.secho(result, fg="cyan")
 
     def progress(self, text: str) -> None:
         """What goes on, in a line that is written over."""
@@ -149,12 +149,12 @@ async def _until(true: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def _workers_are_there(app: Holdfast[Any]) -> str:
-    async def there() -> bool:
+    async def two_workers() -> bool:
         return {worker.worker for worker in (await app.stats()).workers} == {"left", "right"}
 
-    await _until(there)
+    await _until(two_workers)
     facts = [worker.facts for worker in (await app.stats()).workers]
-    return f"processes {', '.join(str(told['pid']) for told in facts)}, release {facts[0]['version']}"
+    return f"processes {', '.join(str(worker['pid']) for worker in facts)}, release {facts[0]['version']}"
 
 
 async def _quick_jobs(app: Holdfast[Any], tasks: Any, screen: Screen) -> str:
@@ -283,9 +283,9 @@ async def _worker_dies(app: Holdfast[Any], tasks: Any, left: subprocess.Popen[by
 async def _audit(app: Holdfast[Any]) -> str:
     checked = 0
     for stats in (await app.stats()).queues:
-        told = await app.queue(stats.queue).repair(dry_run=True)
-        assert told.problems == [], told.problems
-        checked += told.checked
+        report = await app.queue(stats.queue).repair(dry_run=True)
+        assert report.problems == [], report.problems
+        checked += report.checked
     return f"{checked} records, no problem"
 
 

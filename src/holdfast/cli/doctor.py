@@ -8,10 +8,11 @@ import time
 import click
 
 from holdfast._client.app import Holdfast
+from holdfast._client.explain import number_of
 from holdfast._core.clock import SystemClock
 from holdfast._core.replies import Snapshot, StorageInfo
 from holdfast._worker.app_loader import load
-from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
+from holdfast.cli.common import NO, as_json, end, look_here, say, say_json, settings, with_present_app
 
 SKEW_WARN_S = 1.0
 LATENCY_WARN_MS = 50.0
@@ -25,9 +26,8 @@ LOOKS = 20
 async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> None:
     """Check the storage, and whether all queues are served.
 
-    It tells version, what is kept when something dies, eviction, clock, latency and layout. With MODULE:APP (or `app`
-    in [tool.holdfast]) queues that have no task in that app are told, too. Exit status 1 if there is something to see
-    to.
+    It prints version, what is kept when something dies, eviction, clock, latency and layout. With MODULE:APP (or `app`
+    in [tool.holdfast]) it also lists queues that have no task in that app. Exit status 1 if there is a warning.
     """
     about = await app.storage.about()
     latency_ms = await _latency_ms(app)
@@ -38,11 +38,11 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
         *about.warnings,
         *([f"its clock differs from this host's by {skew_s:+.1f} s"] if abs(skew_s) > SKEW_WARN_S else []),
         *([f"a look takes {latency_ms:.0f} ms: is it far away, or busy?"] if latency_ms > LATENCY_WARN_MS else []),
-        *_lonely(snapshot, tasks),
+        *_unserved(snapshot, tasks),
     ]
     if as_json:
-        told = {"storage": about.name, "keeps": about.keeps, "facts": about.facts, "latency_ms": latency_ms}
-        say_json({**told, "skew_s": skew_s, "queues": len(snapshot.queues), "warnings": warnings})
+        facts = {"storage": about.name, "keeps": about.keeps, "facts": about.facts, "latency_ms": latency_ms}
+        say_json({**facts, "skew_s": skew_s, "queues": len(snapshot.queues), "warnings": warnings})
     else:
         _show(about, latency_ms, skew_s, snapshot, warnings)
     if warnings:
@@ -80,12 +80,12 @@ def _tasks(target: str | None) -> set[str] | None:
     return {handler.queue for handler in load(target, Holdfast).parts().handlers}
 
 
-def _lonely(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
-    """Queues whose jobs wait for nobody."""
-    told: list[str] = []
+def _unserved(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
+    """Queues that no worker serves."""
+    warnings: list[str] = []
     for stats in snapshot.queues:
         if tasks is not None and stats.queue not in tasks and not stats.workers:
-            told.append(f"queue {stats.queue} has no task in this app, and no worker serves it")
+            warnings.append(f"queue {stats.queue} has no task in this app, and no worker serves it")
         elif stats.ready and not stats.workers and not stats.paused:
-            told.append(f"queue {stats.queue} has {number_of(stats.ready, 'ready job')}, and no worker serves it")
-    return told
+            warnings.append(f"queue {stats.queue} has {number_of(stats.ready, 'ready job')}, and no worker serves it")
+    return warnings

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 import click
 
 from holdfast._client.app import Holdfast
+from holdfast._core.options import DEFAULT_WAIT_S, Where
 from holdfast.cli.common import (
     NO,
     TIME_IS_UP,
-    Number,
     as_json,
     end,
     read_payload,
@@ -20,51 +19,25 @@ from holdfast.cli.common import (
     with_app,
     with_present_app,
 )
+from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
 
-_payload_options = [
-    click.option("--text", is_flag=True, help="The payload is text, not JSON."),
-    click.option("--raw", is_flag=True, help="The payload is bytes, as they are."),
-    click.option("--id", help="The job's id. A second request with it is a duplicate, unless --on-conflict says more."),
-    click.option(
-        "--on-conflict",
-        type=click.Choice(["keep", "update", "raise"]),
-        help="If the id is there: keep what is there (default), update it, or fail.",
-    ),
-    click.option("--delay", type=Number(0), metavar="SECONDS", help="Run it after so long."),
-    click.option("--run-at", metavar="TIME", help="Run it then: 2027-01-31T08:00:00+01:00."),
-    click.option("--priority", type=click.IntRange(0, 9), help="9 goes first.  [default: 5]"),
-    click.option("--timeout", type=Number(0.001), metavar="SECONDS", help="Limit its runs."),
-]
 
-
-def _asks(command: Any) -> Any:
-    for option in reversed(_payload_options):
-        command = option(command)
-    return command
-
-
-def _options(run_at: str | None, **given: Any) -> dict[str, Any]:
-    """What was given, for `queue.enqueue`."""
-    options = {name: value for name, value in given.items() if value is not None}
-    if run_at is not None:
-        try:
-            options["run_at"] = datetime.fromisoformat(run_at)
-        except ValueError:
-            raise click.BadParameter("write it as 2027-01-31T08:00:00+01:00", param_hint="--run-at") from None
-        if options["run_at"].tzinfo is None:
-            raise click.BadParameter("it has no time zone: add +01:00, or Z for UTC", param_hint="--run-at")
-    return options
+def _payload_forms(command: Any) -> Any:
+    text = click.option("--text", is_flag=True, help="The payload is text, not JSON.")
+    raw = click.option("--raw", is_flag=True, help="The payload is bytes, passed on unchanged.")
+    return text(raw(command))
 
 
 @click.command()
 @click.argument("queue")
 @click.argument("payload")
-@_asks
+@_payload_forms
+@options_from_table(Where.CLI_ENQUEUE)
 @as_json
 @with_app
 async def enqueue(
-    app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, as_json: bool, **given: Any
+    app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, as_json: bool, **options: Any
 ) -> None:
     """Ask for a job. PAYLOAD is JSON, or - for stdin; for a task, its arguments by name. (One that begins with a dash
     goes behind --.)
@@ -79,7 +52,7 @@ async def enqueue(
     raise met a duplicate.
     """
     try:
-        handle = await app.queue(queue).enqueue(read_payload(payload, text=text, raw=raw), **_options(**given))
+        handle = await app.queue(queue).enqueue(read_payload(payload, text=text, raw=raw), **given(options))
     except DuplicateJob as error:
         end(NO, str(error))
     if as_json:
@@ -91,18 +64,11 @@ async def enqueue(
 @click.command()
 @click.argument("queue")
 @click.argument("payload")
-@_asks
-@click.option(
-    "--wait",
-    type=Number(0),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait.",
-)
+@_payload_forms
+@options_from_table(Where.CLI_CALL)
 @with_app
 async def call(
-    app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **given: Any
+    app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **options: Any
 ) -> None:
     """Ask for a job and print its result, as JSON.
 
@@ -114,8 +80,8 @@ async def call(
     Exit status 1 if the job failed or was cancelled, 4 if it did not end within --wait (it goes on).
     """
     try:
-        asked = read_payload(payload, text=text, raw=raw)
-        say_json(await app.queue(queue).call(asked, wait=wait, **_options(**given)))
+        value = read_payload(payload, text=text, raw=raw)
+        say_json(await app.queue(queue).call(value, wait=wait, **given(options)))
     except WaitTimeout as error:
         served = (await app.queue(queue).stats()).workers
         end(TIME_IS_UP, str(error) if served else f"{error}, once a worker serves {queue}: none does")
@@ -126,7 +92,7 @@ async def call(
 @click.command()
 @click.argument("queue")
 @click.argument("id")
-@click.option("--wait", type=Number(0), default=30.0, show_default=True, metavar="SECONDS", help="How long to wait.")
+@option_from_table("wait", default=DEFAULT_WAIT_S)
 @with_present_app
 async def result(app: Holdfast[None], queue: str, id: str, *, wait: float) -> None:
     """Wait for a job that was asked for, and print its result, as JSON.

@@ -1,4 +1,4 @@
-"""Looking: `status`, `jobs`, `show`, `explain`, `events`. None of them changes anything."""
+"""Inspecting: `status`, `jobs`, `show`, `explain`, `events`. None of them changes anything."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.explain import explain as find_reasons
-from holdfast._client.queue import JobInfo
+from holdfast._client.explain import when
+from holdfast._client.info import JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import length, printable
-from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, when, where, with_present_app
+from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, where, with_present_app
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")
@@ -25,9 +26,16 @@ RATES = ("enqueued", "completed", "failed", "retried")
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
-@click.option("--watch", is_flag=True, help="Again and again, with rates, until interrupted.")
-@click.option("--every", type=Number(0.1), default=2.0, show_default=True, metavar="SECONDS", help="With --watch.")
-@click.option("--times", type=click.IntRange(1), metavar="N", help="With --watch: end after so many.")
+@click.option("--watch", is_flag=True, help="Repeat, with rates, until interrupted.")
+@click.option(
+    "--every",
+    type=Number(0.1),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --watch: time between two rounds.",
+)
+@click.option("--times", type=click.IntRange(1), metavar="N", help="With --watch: stop after N rounds.")
 @as_json
 @with_present_app
 async def status(
@@ -108,8 +116,8 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
 
 @click.command()
 @click.argument("queue")
-@click.option("--state", type=STATES, help="Only these.")
-@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="So many at most.")
+@click.option("--state", type=STATES, help="List only jobs in this state.")
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Maximum number of jobs to list.")
 @as_json
 @with_present_app
 async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int, as_json: bool) -> None:
@@ -156,21 +164,21 @@ async def _first(jobs: AsyncIterator[JobInfo], count: int) -> AsyncIterator[JobI
 @click.command()
 @click.argument("queue")
 @click.argument("id")
-@click.option("--payload", is_flag=True, help="Show the payload and the result, too.")
+@click.option("--payload", is_flag=True, help="Also show the payload and the result.")
 @as_json
 @with_present_app
 async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_json: bool) -> None:
     """Show one job. Exit status 1 if there is none."""
     job = await app.queue(queue).get(id)
     if job is None:
-        end(NO, f"there is no job {id!r} in {queue}: it was never asked for, or is forgotten")
-    told: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
+        end(NO, f"there is no job {id!r} in {queue}: it was never requested, or is forgotten")
+    shown: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
     if not payload:
-        del told["payload"], told["result"]
+        del shown["payload"], shown["result"]
     if as_json:
-        say_json(told)
+        say_json(shown)
         return
-    for name, value in told.items():
+    for name, value in shown.items():
         if name == "error" and job.error is not None:
             value = f"{job.error} ({job.error.kind})"
         elif name in ("payload", "result", "progress") and value is not None:
@@ -188,21 +196,21 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
 @with_present_app
 async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) -> None:
     """Say why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
-    told = await find_reasons(app.storage, queue, id)
+    explanation = await find_reasons(app.storage, queue, id)
     if as_json:
-        say_json(told)
+        say_json(explanation)
     else:
-        say(f"{told.id} of {told.queue}: {told.state or 'not there'}")
-        for reason in told.reasons:
+        say(f"{explanation.id} of {explanation.queue}: {explanation.state or 'not there'}")
+        for reason in explanation.reasons:
             say(f"  - {reason}")
         say(f"on {where(app)}")
-    if told.state is None:
+    if explanation.state is None:
         end(NO)
 
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
-@click.option("--times", type=click.IntRange(1), metavar="N", help="End after so many events.")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="Stop after N events.")
 @as_json
 @with_present_app
 async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | None, as_json: bool) -> None:
@@ -214,8 +222,8 @@ async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | N
     if not names:
         end(NO, "there are no queues yet: name those to listen to")
     seen = 0
-    async with app.storage.subscribe(*(Topic(app.queue(name).name) for name in names)) as told:
-        async for event in told:
+    async with app.storage.subscribe(*(Topic(app.queue(name).name) for name in names)) as stream:
+        async for event in stream:
             if event.happened:
                 _show_event(event, as_json=as_json)
                 seen += 1

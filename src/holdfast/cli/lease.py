@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
-from holdfast._client.queue import PullOptions
 from holdfast._core.jobs import State
-from holdfast.cli.common import NO, TIME_IS_UP, Number, end, plain, read_payload, say, say_json, with_app
-
-_MAX_RETRIES = click.option("--max-retries", type=click.IntRange(0), help="Fail a job that was retried more often.")
-_MAX_STALLS = click.option(
-    "--max-stalls", type=click.IntRange(0), help="Fail a job whose holders were lost more often."
-)
-
-
-def _limits(command: Any) -> Any:
-    return _MAX_RETRIES(_MAX_STALLS(command))
-
+from holdfast._core.options import Where
+from holdfast.cli.common import NO, TIME_IS_UP, end, plain, read_payload, say, say_json, with_app
+from holdfast.cli.options import given, option_from_table, options_from_table
 
 LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
 
 
 @click.command()
 @click.argument("queue")
-@click.option("--seconds", type=Number(0.1, 86_400), default=30.0, show_default=True, help="How long to hold it.")
-@click.option("--wait", type=Number(0), default=30.0, show_default=True, help="How long to wait for a job.")
-@_limits
+@options_from_table(Where.CLI_LEASE)
 @with_app
-async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: int | None) -> None:
+async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: Any) -> None:
     """Take the next job of a queue, and print it as JSON.
 
     It has a token, id, attempt, deadline and payload, and is yours for --seconds.
@@ -49,7 +38,7 @@ async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float,
     often than --max-retries or --max-stalls is failed instead of being handed out. Exit status 4 if there was none
     within --wait.
     """
-    held = await app.queue(queue, **_given(limits)).lease(seconds=seconds, wait=wait)
+    held = await app.queue(queue, **given(limits)).lease(seconds=seconds, wait=wait)
     if held is None:
         end(TIME_IS_UP)
     say_json(
@@ -82,7 +71,7 @@ async def complete(app: Holdfast[None], token: str, result: str | None, *, text:
 
 @click.command()
 @click.argument("token")
-@click.option("--seconds", type=Number(0.1, 86_400), help="Hold it so long from now.  [default: as before]")
+@option_from_table("seconds", help="Length of the lease, from now.  [default: as before]")
 @click.option("--progress", help="How far it is: a JSON value that `holdfast show` shows.")
 @with_app
 async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
@@ -91,8 +80,8 @@ async def extend(app: Holdfast[None], token: str, *, seconds: float | None, prog
     Prints the new deadline; and `cancel asked`, if somebody wants the job stopped.
     """
     held = await _held(app, token)
-    told = None if progress is None else read_payload(progress, text=False, raw=False)
-    if not await held.extend(seconds, progress=told):
+    value = None if progress is None else read_payload(progress, text=False, raw=False)
+    if not await held.extend(seconds, progress=value):
         end(NO, LOST)
     say(f"until {held.deadline:%Y-%m-%d %H:%M:%S} UTC" + (", cancel asked" if held.cancel_asked else ""))
 
@@ -108,9 +97,9 @@ async def release(app: Holdfast[None], token: str) -> None:
 @click.command()
 @click.argument("token")
 @click.argument("message", default="failed")
-@click.option("--retry", is_flag=True, help="It shall run again.")
-@click.option("--delay", type=Number(0), metavar="SECONDS", help="With --retry: after so long.")
-@click.option("--max-retries", type=click.IntRange(0), help="With --retry: so often at most, then it has failed.")
+@click.option("--retry", is_flag=True, help="Run the job again.")
+@option_from_table("delay", help="With --retry: time until the job is due.")
+@option_from_table("max_retries", help="With --retry: fail a job that was retried more often than this.")
 @with_app
 async def fail(
     app: Holdfast[None], token: str, message: str, *, retry: bool, delay: float | None, max_retries: int | None
@@ -128,12 +117,8 @@ async def fail(
         _settled(await held.fail(message), "failed")
 
 
-def _given(limits: dict[str, int | None]) -> PullOptions:
-    return cast("PullOptions", {name: limit for name, limit in limits.items() if limit is not None})
-
-
-async def _held(app: Holdfast[None], token: str, **limits: int | None) -> Lease:
-    held = await app.lease(token, **_given(limits))
+async def _held(app: Holdfast[None], token: str, **limits: Any) -> Lease:
+    held = await app.lease(token, **given(limits))
     if held is None:
         end(NO, LOST)
     return held

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import click
 
 from holdfast._client.app import Holdfast
+from holdfast._client.explain import number_of
 from holdfast._client.queue import Queue
 from holdfast._core.jobs import State
 from holdfast._core.replies import CancelResult, Placed, Problem
-from holdfast.cli.common import NO, Number, as_json, end, number_of, say, say_json, with_app, with_present_app
+from holdfast.cli.common import NO, Number, as_json, end, say, say_json, with_app, with_present_app
 from holdfast.cli.inspect import STATES
 from holdfast.errors import JobNotFound
 
@@ -66,12 +67,12 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
 
 @click.command()
 @click.argument("queue")
-@click.option("--reason", default="", help="Shown to whoever looks.")
+@click.option("--reason", default="", help="Shown by `status` and `explain`.")
 @with_app
 async def pause(app: Holdfast[None], queue: str, *, reason: str) -> None:
-    """Let nobody take jobs of a queue. What runs goes on, and jobs can be enqueued."""
+    """Stop workers from taking jobs of a queue. Running jobs continue, and jobs can be enqueued."""
     await app.queue(queue).pause(reason=reason)
-    say(f"{queue} is paused")
+    say(f"paused {queue}")
 
 
 @click.command()
@@ -80,7 +81,7 @@ async def pause(app: Holdfast[None], queue: str, *, reason: str) -> None:
 async def resume(app: Holdfast[None], queue: str) -> None:
     """Let workers take jobs of a queue again."""
     await app.queue(queue).resume()
-    say(f"{queue} goes on")
+    say(f"resumed {queue}")
 
 
 @click.command()
@@ -93,7 +94,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
     It finishes what it has within its grace, gives back the rest, and exits. Exit status 1 if there is no worker of
     that name.
     """
-    there = await app.evict(worker)
+    exists = await app.evict(worker)
     taken = 0
     if now:
         for stats in (await app.stats()).queues:
@@ -102,22 +103,22 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
                 swept = await queue.sweep(worker=worker)
                 taken, more = taken + len(swept.stalled), swept.more
         say(f"{number_of(taken, 'job')} taken back: a run that still goes on may overlap with the next")
-    if not there and not taken:
+    if not exists and not taken:
         end(NO, f"there is no worker {worker!r}: see `holdfast status`")
-    if there:
+    if exists:
         say(f"{worker} was asked to stop")
 
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
-@click.option("--every", type=Number(0.1), metavar="SECONDS", help="Again and again, until interrupted.")
-@click.option("--times", type=click.IntRange(1), metavar="N", help="With --every: end after so many.")
+@click.option("--every", type=Number(0.1), metavar="SECONDS", help="Repeat at this interval, until interrupted.")
+@click.option("--times", type=click.IntRange(1), metavar="N", help="Stop after N sweeps (with --every).")
 @with_present_app
 async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
     """Take back expired leases and forget what is due, in these queues or in all.
 
-    Workers and whoever leases do this by themselves. A cleaner of its own is for queues that are only leased from now
-    and then: holdfast sweep --every 10
+    Workers and callers of `lease` do this by themselves. A separate cleaner is for queues that are rarely leased from:
+    holdfast sweep --every 10
     """
     if times is not None and every is None:
         raise click.UsageError("--times is for --every")
@@ -165,10 +166,10 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
     problems: list[Problem] = []
     checked = 0
     for queue in await _chosen(app, queues):
-        told = await queue.repair(dry_run=not mend)
-        checked += told.checked
-        problems += told.problems
-        for problem in told.problems:
+        result = await queue.repair(dry_run=not mend)
+        checked += result.checked
+        problems += result.problems
+        for problem in result.problems:
             if as_json:
                 say_json(problem)
             else:
@@ -185,7 +186,7 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
 @click.option(
     "--state", "states", type=STATES, multiple=True, help="Only these. Repeatable.  [default: all but running]"
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @with_present_app
 async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
     """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""

@@ -1,4 +1,4 @@
-"""`holdfast worker`: a worker as a program of its own, with child processes or inline."""
+"""`holdfast worker`: a worker as a program, with child processes or inline."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Size(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        told = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
-        if told is None:
-            self.fail(f"{value!r} is no size: write 200M or 1.5G", param, ctx)
-        size = int(float(told[1]) * 1024 ** " KMGT".index(told[2].upper() or " "))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value!r} is not a size: write 200M or 1.5G", param, ctx)
+        size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
         if size < 1:
             self.fail(f"{value!r} is too little", param, ctx)
         return size
@@ -57,7 +57,7 @@ class Size(click.ParamType[int]):
 @click.option(
     "--concurrency",
     type=click.IntRange(1),
-    help="At most so many jobs at one time, in all.  [default: what their sizes allow, 10 a child]",
+    help="Maximum number of jobs at the same time, in all.  [default: what their sizes allow, 10 a child]",
 )
 @click.option("--name", help="The worker's name.  [default: host, process and a random part]")
 @click.option(
@@ -76,7 +76,7 @@ class Size(click.ParamType[int]):
     metavar="SECONDS",
     help="How long jobs may go on when the worker is stopped.",
 )
-@click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after so many jobs.")
+@click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after this number of jobs.")
 @click.option("--max-memory", type=Size(), help="Replace a child that has more in memory: 500M.")
 @click.option("--burst", is_flag=True, help="End when nothing is ready any more.")
 @click.option(
@@ -84,7 +84,7 @@ class Size(click.ParamType[int]):
     type=click.Choice(FORMATS),
     default="text",
     show_default=True,
-    help="For people, or for machines.",
+    help="Log format.",
 )
 @click.option(
     "--log-level",
@@ -124,7 +124,7 @@ def worker(
     Signals:
       TERM, INT   stop: jobs may finish within --grace, the rest goes back
                   to its queue, uncounted. A second one is quick.
-      HUP         load the code anew, one child after the other
+      HUP         load the code again, one child after the other
                   (with --inline: stop).
 
     \b
@@ -187,10 +187,10 @@ def _lend_settings() -> None:
 @asynccontextmanager
 async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
     """The storage that the app says it has: this process imports nothing of the user's."""
-    said = pool.hello
-    StorageAddress(said.url, said.namespace, said.max_payload).check_shared()
-    assert said.url is not None
-    async with connect(said.url, namespace=said.namespace, max_payload=said.max_payload) as storage:
+    hello = pool.hello
+    StorageAddress(hello.url, hello.namespace, hello.max_payload).check_shared()
+    assert hello.url is not None
+    async with connect(hello.url, namespace=hello.namespace, max_payload=hello.max_payload) as storage:
         yield storage
 
 
@@ -198,24 +198,24 @@ async def _serve(made: Worker, pool: Pool | None) -> None:
     """Run a worker until it ends, and do what signals say."""
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(made.run())
-    asked = 0
+    signals = 0
 
     def stop(number: signal.Signals) -> None:
-        nonlocal asked
-        asked += 1
-        log.info("%s: the worker stops%s", number.name, "" if asked == 1 else ", at once")
-        made.stop(quick=asked > 1)
+        nonlocal signals
+        signals += 1
+        log.info("%s: the worker stops%s", number.name, "" if signals == 1 else ", at once")
+        made.stop(quick=signals > 1)
         if not made.started:
             running.cancel()
 
     stops = (signal.SIGTERM, signal.SIGINT) if pool is not None else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for number in stops:
         loop.add_signal_handler(number, stop, number)
-    anew = asyncio.Event()
+    reload_asked = asyncio.Event()
     reloading: asyncio.Task[None] | None = None
     if pool is not None:
-        loop.add_signal_handler(signal.SIGHUP, anew.set)
-        reloading = asyncio.create_task(_reload_when_told(made, pool, anew))
+        loop.add_signal_handler(signal.SIGHUP, reload_asked.set)
+        reloading = asyncio.create_task(_reload_on_signal(made, pool, reload_asked))
     try:
         await running
     except asyncio.CancelledError:
@@ -226,14 +226,14 @@ async def _serve(made: Worker, pool: Pool | None) -> None:
             reloading.cancel()
 
 
-async def _reload_when_told(made: Worker, pool: Pool, anew: asyncio.Event) -> None:
+async def _reload_on_signal(made: Worker, pool: Pool, reload_asked: asyncio.Event) -> None:
     while True:
-        await anew.wait()
-        anew.clear()
-        log.info("SIGHUP: the code is loaded anew")
+        await reload_asked.wait()
+        reload_asked.clear()
+        log.info("SIGHUP: loading the code again")
         if await pool.reload():
             try:
                 made.reload_tasks()
             except HoldfastError as error:
                 log.error("the new code has nothing for this worker: %s", error)
-            log.info("the code was loaded anew: the worker serves %s", ", ".join(made.queues) or "nothing")
+            log.info("loaded the code again: the worker serves %s", ", ".join(made.queues) or "nothing")

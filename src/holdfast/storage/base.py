@@ -53,10 +53,14 @@ class Storage(ABC):
 
     async def __aenter__(self) -> Self:
         if self.lazy:
-            self._opening = asyncio.Lock()
+            self.open_lazily()
         else:
             await self._open()
         return self
+
+    def open_lazily(self) -> None:
+        """Let the first verb open the storage. A storage of a test that is opened like this is never closed."""
+        self._opening = asyncio.Lock()
 
     async def __aexit__(self, *exc: object) -> None:
         opening, self._opening = self._opening, None

@@ -114,11 +114,11 @@ async def test_wrong_uses_are_2_and_touch_nothing(tmp_path: Path) -> None:
 async def test_a_paused_queue_gives_out_nothing_until_it_is_resumed(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")
-        assert await edge.run("pause", "q", "--reason", "the mill is on fire") == (0, "q is paused\n", "")
+        assert await edge.run("pause", "q", "--reason", "the mill is on fire") == (0, "paused q\n", "")
         await queue.enqueue(None, id="a")
         assert await queue.lease(wait=0) is None
         assert (await queue.stats()).reason == "the mill is on fire"
-        assert await edge.run("resume", "q") == (0, "q goes on\n", "")
+        assert await edge.run("resume", "q") == (0, "resumed q\n", "")
         lease = await queue.lease(wait=0)
         assert lease is not None
         assert await lease.complete()

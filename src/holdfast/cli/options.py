@@ -1,0 +1,71 @@
+"""Command-line options drawn from the table of options: names, bounds, defaults and help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import click
+
+from holdfast._core.options import OPTIONS, OnConflict, Option, Where, options_of
+from holdfast.cli.common import Number
+
+
+class Time(click.ParamType[datetime]):
+    """A point in time with a time zone: 2027-01-31T08:00:00+01:00."""
+
+    name = "TIME"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        try:
+            time = datetime.fromisoformat(str(value))
+        except ValueError:
+            self.fail("write it as 2027-01-31T08:00:00+01:00", param, ctx)
+        if time.tzinfo is None:
+            self.fail("it has no time zone: add +01:00, or Z for UTC", param, ctx)
+        return time
+
+
+def options_from_table(place: Where) -> Callable[[Any], Any]:
+    """Decorate a command with its options of the table. An option that is not given is None if its default depends on
+    the task, else it has the default of the table."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options_of(place)):
+            default = option.default if option.where & (Where.LEASE | Where.STUB) else None
+            command = option_from_table(option.name, default=default)(command)
+        return command
+
+    return decorate
+
+
+def option_from_table(name: str, *, default: Any = None, help: str = "") -> Callable[[Any], Any]:
+    """One option of the table: its name, its bounds and, unless given here, its help."""
+    option = OPTIONS[name]
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        type=_click_type(option),
+        default=default,
+        show_default=default is not None,
+        metavar="SECONDS" if option.is_length else None,
+        help=help or option.help,
+    )
+
+
+def given(options: dict[str, Any]) -> Any:
+    """The options that the user gave, for a function that has them as keywords."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _click_type(option: Option) -> click.ParamType[Any]:
+    least, most = option.bounds
+    if option.is_length:
+        return Number(least, most)
+    if option.type is int:
+        return click.IntRange(int(least), int(most))
+    if option.type is datetime:
+        return Time()
+    if option.type is OnConflict:
+        return click.Choice(["keep", "update", "raise"])
+    return click.STRING
