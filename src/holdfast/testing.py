@@ -16,13 +16,13 @@ from collections.abc import Coroutine
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from holdfast._client.app import Holdfast
+from holdfast._client.app import Holdfast, rehearsal_worker, use_storage
 from holdfast._client.task import Task
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at, to_at
-from holdfast._worker.executor import RunEvent
+from holdfast._worker.telemetry import RunEvent
 from holdfast.errors import HoldfastError, OptionError
 from holdfast.storage import connect
 
@@ -43,11 +43,11 @@ class Rehearsal:
 
     def __enter__(self) -> Self:
         _at_once(self._storage.__aenter__())
-        self._app.rehearse(self._storage)
+        use_storage(self._app, self._storage)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._app.rehearse(None)
+        use_storage(self._app, None)
         _at_once(self._storage.__aexit__(None, None, None))
 
     @property
@@ -67,7 +67,7 @@ class Rehearsal:
             if len(self._runs) - before > 2 * max_runs:  # Its start and its end are an event each.
                 worker.stop()
 
-        worker = self._app.rehearsal(note)
+        worker = rehearsal_worker(self._app, note)
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
             raise HoldfastError(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 import msgspec
 
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, QueueStats, State
 from holdfast._core.options import from_at
-from holdfast._core.retry_policy import decode_error
-from holdfast._core.text import length
+from holdfast._core.text import format_moment, format_times
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
@@ -70,7 +68,7 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, 
     if not told:
         told.append("it is ready: the next worker with room takes it")
     counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
-    happened = [f"{what} {_times(count)}" for what, count in counts.items() if count]
+    happened = [f"{what} {format_times(count)}" for what, count in counts.items() if count]
     if happened:
         last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
         told.append(f"it has been {', '.join(happened)}{last}")
@@ -129,11 +127,5 @@ def _jobs(count: int, what: str = "job") -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def _at(at: int, now: int) -> str:
-    there: datetime = from_at(at)
-    seconds = (at - now) / 1e6
-    return f"{there:%Y-%m-%d %H:%M:%S} UTC ({f'in {length(seconds)}' if seconds >= 0 else f'{length(-seconds)} ago'})"
+    return format_moment(from_at(at), (at - now) / 1e6)

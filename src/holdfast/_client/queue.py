@@ -18,6 +18,7 @@ from holdfast._client.lease import MAX_SECONDS_MS, MIN_SECONDS_MS, Lease, read_t
 from holdfast._client.session import BoundRequest, Session
 from holdfast._client.task import Handle, backoff_of, bind
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import (
     CancelResult,
     Claim,
@@ -43,7 +44,7 @@ from holdfast._core.options import (
     to_ms,
     to_wait_s,
 )
-from holdfast._core.retry_policy import PULL, Policy, admit, decode_error, fence_of
+from holdfast._core.retry_policy import PULL, Policy, admit, fence_of
 from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError
 from holdfast.storage import audit
 from holdfast.storage.validation import check_queue, clean_id

@@ -19,8 +19,8 @@ import msgspec
 from holdfast._client.waiters import ask, wait
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Enqueued, Outcome, Placed, Request, State
-from holdfast._core.retry_policy import decode_error
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, NotOpen, OptionError
 from holdfast.storage import DEFAULT_URL, Storage, connect, redact
 from holdfast.storage.deferred import DeferredStorage

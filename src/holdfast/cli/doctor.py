@@ -10,7 +10,8 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._core.clock import SystemClock
 from holdfast._core.jobs import Snapshot, StorageInfo
-from holdfast._worker.app_loader import load
+from holdfast._worker.app_loader import import_app
+from holdfast._worker.app_parts import app_parts
 from holdfast.cli.common import NO, as_json, end, look_here, number_of, say, say_json, settings, with_present_app
 
 SKEW_WARN_S = 1.0
@@ -77,7 +78,7 @@ def _tasks(target: str | None) -> set[str] | None:
     if target is None:
         return None
     look_here()
-    return {handler.queue for handler in load(target, Holdfast).parts().handlers}
+    return {handler.queue for handler in app_parts(import_app(target, Holdfast)).handlers}
 
 
 def _lonely(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
