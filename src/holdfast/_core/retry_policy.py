@@ -84,7 +84,7 @@ class TimedOut(Value, frozen=True, tag="timed out"):
 
 
 class Crashed(Value, frozen=True, tag="crashed"):
-    """The process of the run died. Which of the runs in it did that, nobody can tell."""
+    """The process of the run died. It is not known which of its runs was the cause."""
 
     error: JobError
 

@@ -1,7 +1,4 @@
-"""One run, inside the process that does it: decode, middleware, handler, `after_execution`. The result is a value.
-
-`perform` does it; `Probed` shows the parent process which run its child's event loop executes.
-"""
+"""One run, inside the process that does it: decode, middleware, handler, `after_execution`. The result is a value."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import asyncio
 import contextvars
 import inspect
 import random
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor as Threads
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -79,45 +75,6 @@ async def perform(
         seconds = asyncio.get_running_loop().time() - started
         ended = await _after(job, ended, handler, hooks, arguments, value, seconds)
     return ended
-
-
-class RunProbe(Protocol):
-    """Shows which run a loop executes."""
-
-    def begin(self, number: int, /) -> None:
-        """The loop begins to execute this run."""
-
-    def end(self) -> None:
-        """The loop executes no run."""
-
-
-class Probed:
-    """Awaits the coroutine of a run, and notes in a probe when the loop executes it."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Ended], probe: RunProbe, number: int) -> None:
-        self._coroutine = coroutine
-        self._begin, self._end = partial(probe.begin, number), probe.end
-
-    def __await__(self) -> Generator[Any, None, Ended]:
-        steps = self._coroutine.__await__()
-        error: BaseException | None = None
-        while True:
-            self._begin()
-            try:
-                wish = next(steps) if error is None else steps.throw(error)
-            except StopIteration as returned:
-                ended: Ended = returned.value
-                return ended
-            finally:
-                self._end()
-            try:
-                yield wish
-                error = None
-            except GeneratorExit:
-                steps.close()
-                raise
-            except BaseException as thrown:
-                error = thrown
 
 
 async def _with_payload(failure: Failure, handler: Handler, hooks: AppHooks) -> Failure:

@@ -14,8 +14,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -47,7 +48,6 @@ from holdfast._worker.processes.messages import (
     receive,
 )
 from holdfast._worker.processes.os_process import LoopProbe, attach_probe, is_child_of, memory
-from holdfast._worker.run import Probed
 from holdfast._worker.telemetry import HookDispatcher, set_up_logging
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
@@ -59,6 +59,35 @@ HOOKS_S = 4.0
 """How long hooks may take to hear the rest, when the child leaves."""
 
 log = logging.getLogger("holdfast")
+
+
+class Probed:
+    """Awaits the coroutine of a run, and notes in a probe when the loop executes it."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Ended], probe: LoopProbe, number: int) -> None:
+        self._coroutine = coroutine
+        self._begin, self._end = partial(probe.begin, number), probe.end
+
+    def __await__(self) -> Generator[Any, None, Ended]:
+        steps = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            self._begin()
+            try:
+                wish = next(steps) if error is None else steps.throw(error)
+            except StopIteration as returned:
+                ended: Ended = returned.value
+                return ended
+            finally:
+                self._end()
+            try:
+                yield wish
+                error = None
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as thrown:
+                error = thrown
 
 
 class ProbedRunner(Runner[int]):
@@ -198,7 +227,7 @@ def _rebuilt(name: str, message: str) -> Exception:
 
 
 def _let_it_pass(number: int, frame: object) -> None:
-    """A terminal, or a service manager, tells the whole tree. Our parent is told, too, and sees to us."""
+    """A terminal, or a service manager, signals the whole tree. Our parent gets the signal, too, and ends us."""
 
 
 def _crash() -> NoReturn:

@@ -49,7 +49,7 @@ class Start(Message, frozen=True):
     queue: str
     job: Job
     id: bytes | None
-    """The job's id, if it is no text: then the job has none. See `without_odd_id`."""
+    """The job's id, if it is not text: then the job has none. See `without_odd_id`."""
 
 
 class Stop(Message, frozen=True):

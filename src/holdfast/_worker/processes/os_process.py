@@ -128,7 +128,7 @@ class Process:
 
     def kill(self) -> None:
         """Kill the process and all of its group, whatever they are doing."""
-        if self._process.returncode is None:  # Until it is reaped, nobody else can have its number.
+        if self._process.returncode is None:  # Until it is reaped, no other process can have its number.
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -167,7 +167,7 @@ class Process:
 
 
 def _group_lives(number: int) -> bool:
-    """Is anybody left in a process group? Zombies do not count: in a container they may never be reaped."""
+    """Is a process left in a group? Zombies do not count: in a container they may never be reaped."""
     try:
         os.killpg(number, 0)
     except OSError:
