@@ -220,14 +220,14 @@ class Capacity:
         """A job was claimed and no host can take it: it waits for one."""
         load = self.find_load(queue)
         load.unplaced += 1
-        load.suspects += isolated
+        load.suspects += 1 if isolated else 0
         self._unplaced += 1
 
     def remove_unplaced(self, queue: str, *, isolated: bool = False) -> None:
         """A job that waited for a host has one now, or was given back."""
         load = self.find_load(queue)
         load.unplaced -= 1
-        load.suspects -= isolated
+        load.suspects -= 1 if isolated else 0
         self._unplaced -= 1
         self.forget_if_over(load)
 

@@ -138,7 +138,8 @@ class ClaimPlanner:
         if load.claiming:
             self._claims -= 1
             load.claiming = 0
-        load.claim_at = 0.0 if count >= limit or load.woken else claim_at
+        may_have_more = count >= limit or load.woken
+        load.claim_at = 0.0 if may_have_more else claim_at
         self.capacity.forget_if_over(load)
 
     def _ordered(self, orders: list[ClaimOrder]) -> list[ClaimOrder]:
