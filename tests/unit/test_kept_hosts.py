@@ -32,7 +32,7 @@ def quick_claims(planner: ClaimPlanner, plans: int, *, now: float = 0.0, step_s:
 
 def test_a_large_job_holds_others_back_after_it_was_skipped_16_times() -> None:
     planner = blocked()
-    assert quick_claims(planner, MAX_SKIPPED - 1) == MAX_SKIPPED - 1
+    assert quick_claims(planner, MAX_SKIPPED) == MAX_SKIPPED
     assert quick_claims(planner, 100) == 0
     planner.capacity.finished("long")
     assert next(order.queue for order in planner.plan(0.0)) == "large"
@@ -79,7 +79,7 @@ def test_others_are_held_back_for_a_minute_and_not_longer(priority: int) -> None
 
 def test_after_a_minute_in_vain_a_host_is_not_kept_for_another_minute() -> None:
     planner = blocked()
-    quick_claims(planner, MAX_SKIPPED)
+    quick_claims(planner, MAX_SKIPPED + 1)
     assert quick_claims(planner, 100, now=61.0) == 100
     assert quick_claims(planner, 100, now=120.0) == 100
     assert quick_claims(planner, 100, now=122.0) == 0
@@ -88,8 +88,19 @@ def test_after_a_minute_in_vain_a_host_is_not_kept_for_another_minute() -> None:
 
 def test_the_only_host_is_kept_from_higher_queues_too() -> None:
     planner = blocked(priority=1)
-    assert quick_claims(planner, MAX_SKIPPED - 1) == MAX_SKIPPED - 1
+    assert quick_claims(planner, MAX_SKIPPED) == MAX_SKIPPED
     assert quick_claims(planner, 100) == 0
+
+
+def test_a_plan_without_orders_skips_no_queue() -> None:
+    """A worker without free capacity claims nothing: no queue is served before another."""
+    planner = ClaimPlanner(Capacity(100, [QueueLoad("one"), QueueLoad("other")]))
+    for _ in range(10):
+        planner.capacity.started("one")
+    assert [planner.plan(0.0) for _ in range(100)] == [[]] * 100
+    for _ in range(4):
+        planner.capacity.finished("one")
+    assert {order.queue: order.limit for order in planner.plan(0.0)} == {"one": 2, "other": 2}
 
 
 def test_between_two_kept_hosts_other_queues_get_their_turn() -> None:
@@ -97,7 +108,7 @@ def test_between_two_kept_hosts_other_queues_get_their_turn() -> None:
     planner = ClaimPlanner(Capacity(100, loads))
     planner.capacity.started("high")
     claims: list[str] = []
-    for _ in range(6 * MAX_SKIPPED):
+    for _ in range(6 * (MAX_SKIPPED + 1)):
         orders = planner.plan(0.0)
         claims += [order.queue for order in orders]
         for order in orders:
@@ -109,7 +120,7 @@ def test_between_two_kept_hosts_other_queues_get_their_turn() -> None:
             planner.claimed(order.queue, 1, 1, 0.0)
             planner.capacity.started("high")
     assert [queue for queue in claims if queue != "high"] == ["one", "other"] * 3
-    assert claims.count("high") == 6 * (MAX_SKIPPED - 1)
+    assert claims.count("high") == 6 * MAX_SKIPPED
 
 
 def test_a_host_is_kept_where_no_given_up_run_is_in_the_way() -> None:

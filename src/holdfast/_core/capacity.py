@@ -65,7 +65,7 @@ class QueueLoad(msgspec.Struct):
     planned: int = 0
     """Number of the last plan in which it had an order."""
     skipped: int = 0
-    """Plans since then in which it had work, and its next job did not fit."""
+    """Plans since then in which other queues had orders, and its next job did not fit."""
     kept_from: float = 0.0
     """When a host may be kept free for it again."""
     woken: bool = False

@@ -3,7 +3,7 @@
 
 A worker never claims more than it can start now. Queues share it by their priority, those of one priority equally. Two
 rules keep every queue from starving: of 16 plans, one begins with the lower queue that was served longest ago; and when
-a queue had work in 16 plans and its next job did not fit, a host is kept free for it until that job fits.
+a queue was skipped 16 times because its next job did not fit, a host is kept free for it until that job fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast._core.capacity import NEVER, Capacity, QueueLoad
 LOWER_FIRST_EVERY = 16
 """Of this many plans, one begins with the lower queue that was served longest ago."""
 MAX_SKIPPED = 16
-"""After this many plans in which a queue's next job did not fit, a host is kept free for it."""
+"""After this many plans in which other queues got orders and a queue's next job did not fit, a host is kept for it."""
 LARGE_CLAIM = 50
 """A queue for which more jobs fit claims half of them: the first half is run while the storage finds the second."""
 MAX_SUSPECTS = 10
@@ -127,6 +127,7 @@ class ClaimPlanner:
         ready = [load for load in due if not load.reservations and self.capacity.fitting(load, free) > 0]
         if not (ready or orders):
             return []
+        self._count_skipped(due, free)
         self._plans += 1
         return self._ordered(orders + self._share_out(ready, free, len(orders)))
 
@@ -152,15 +153,21 @@ class ClaimPlanner:
 
     # A host for a job that does not fit
 
+    def _count_skipped(self, due: Sequence[QueueLoad], free: dict[int, int]) -> None:
+        """Other queues get orders: count those whose next job does not fit."""
+        if self._kept is None:
+            for load in due:
+                if not load.reservations and self.capacity.is_blocked(load, free):
+                    load.skipped += 1
+
     def _keep_a_host(self, due: Sequence[QueueLoad], free: dict[int, int], now: float) -> None:
-        """Count the queues whose next job does not fit. For one that was skipped 16 times, keep the emptiest host that
-        can take its job: no other queue gets that host until then. One host is kept at a time."""
-        starving: list[QueueLoad] = []
-        for load in due:
-            if self.capacity.is_blocked(load, free):
-                load.skipped += 1
-                if load.skipped >= MAX_SKIPPED and load.kept_from <= now:
-                    starving.append(load)
+        """If a queue was skipped 16 times, keep the emptiest host that can take its job: no other queue gets that host
+        until the job fits. One host is kept at a time, for the queue that was served longest ago."""
+        starving = [
+            load
+            for load in due
+            if load.skipped >= MAX_SKIPPED and load.kept_from <= now and self.capacity.is_blocked(load, free)
+        ]
         if starving:
             first = min(starving, key=lambda load: load.planned)
             host = max((n for n in free if self.capacity.can_ever_fit(first, n)), key=free.__getitem__)
