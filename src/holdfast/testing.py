@@ -15,13 +15,13 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from holdfast._client.app import Holdfast
+from holdfast._client.app import Holdfast, rehearsal_worker, use_storage
 from holdfast._client.task import Task
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at, to_at
-from holdfast._worker.executor import RunEvent
+from holdfast._worker.telemetry import RunEvent
 from holdfast.errors import HoldfastError, OptionError
 from holdfast.storage import connect
 
@@ -42,11 +42,11 @@ class Rehearsal:
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        self._app.rehearse(connect("memory://", clock=self.clock))
+        use_storage(self._app, connect("memory://", clock=self.clock))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._app.rehearse(None)
+        use_storage(self._app, None)
 
     @property
     def now(self) -> datetime:
@@ -65,7 +65,7 @@ class Rehearsal:
             if len(self._runs) - before > 2 * max_runs:  # Its start and its end are an event each.
                 worker.stop()
 
-        worker = self._app.rehearsal(note)
+        worker = rehearsal_worker(self._app, note)
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
             raise HoldfastError(

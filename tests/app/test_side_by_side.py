@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-from holdfast import Holdfast, PayloadRejected, StorageFull, StorageUnavailable
+from holdfast import Holdfast, PayloadRejected, RunEvent, StorageFull, StorageUnavailable
 from holdfast._core.events import Event, Topic
 from holdfast._worker import worker
 from holdfast.storage import Storage, connect
@@ -269,7 +269,7 @@ async def test_an_event_hook_that_hangs_does_not_keep_the_worker_from_stopping(
     told: list[str] = []
 
     @app.on_event
-    async def hang(event: worker.RunEvent) -> None:
+    async def hang(event: RunEvent) -> None:
         told.append(event.id)
         await asyncio.Event().wait()
 

@@ -56,8 +56,6 @@ def test_module_imports_only_from_lower_layers(path: Path) -> None:
     if not own:
         return
     used = {layer(name) for name in imports(path) if name.startswith("holdfast.")}
-    if path.name == "child_main.py":
-        used -= {"_client"}
     assert {name for name in used if LAYERS.get(name, PUBLIC_NAMES) > LAYERS[own]} == set()
 
 

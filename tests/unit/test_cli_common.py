@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast._client.explain import when
 from holdfast._core.jobs import State
-from holdfast._core.text import length, printable
-from holdfast.cli.common import plain, say, say_json, table
+from holdfast._core.text import escape_control, format_duration
+from holdfast.cli.common import plain, say, say_json, table, when
 from holdfast.errors import JobError
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202e\r\x7f\u2028\ufeff\U000e0041\udcff"
@@ -67,7 +66,7 @@ def test_a_cell_is_one_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_a_length_of_time_is_short(seconds: float, text: str) -> None:
-    assert length(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(90, "in 90 s"), (0, "in 0.0 s"), (-3600, "60 min ago")])
@@ -82,13 +81,13 @@ def test_a_point_in_time_says_how_far_it_is(seconds: int, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "plain", "żółć 日本 🙂", "a  b"])
 def test_what_can_be_shown_stays_as_it_is(text: str) -> None:
-    assert printable(text) == text
+    assert escape_control(text) == text
 
 
 def test_what_a_terminal_obeys_is_spelled_out() -> None:
     spelled = "a\\x1b[2J\\x07\\x9b31m\\u202e\\r\\x7f\\u2028\\ufeff\\U000e0041\\udcff"
-    assert printable(HOSTILE) == spelled
-    assert printable("a\nb\tc\x00") == "a\\nb\\tc\\x00"
+    assert escape_control(HOSTILE) == spelled
+    assert escape_control("a\nb\tc\x00") == "a\\nb\\tc\\x00"
 
 
 def test_a_text_of_several_lines_keeps_them_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Fail, Job, RetrySettlement, Settlement, StoredLease, Work
 from holdfast._core.retry_policy import (
     FAIL_HANDLER,
@@ -15,7 +16,6 @@ from holdfast._core.retry_policy import (
     Crashed,
     Policy,
     admit,
-    decode_error,
     is_suspect,
     verdict,
 )

@@ -8,9 +8,9 @@ import pytest
 
 from holdfast import Holdfast
 from holdfast._client.explain import explain, reasons
+from holdfast._core.failure import encode_error
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease, Work
 from holdfast._core.replies import QueueStats
-from holdfast._core.retry_policy import encode_error
 from holdfast.errors import JobError
 
 NOW = 1_800_000_000_000_000

@@ -40,12 +40,12 @@ async def running(scene: Scene, queue: str) -> int:
 
 
 async def test_a_child_runs_ten_jobs_of_the_usual_size_and_the_worker_claims_no_more(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1", "--queues", "ten")
+    await scene.worker("hosts:app", "--processes", "1", "--queues", "ten")
     await put(scene, "ten", 25, until="gate")
     await scene.noted("began", 10)
     await asyncio.sleep(0.3)  # Nothing tells that no more will come.
     assert (len(scene.notes("began")), await running(scene, "ten")) == (10, 10)
-    second = await scene.worker("rooms:app", "--processes", "1", "--queues", "ten")
+    second = await scene.worker("hosts:app", "--processes", "1", "--queues", "ten")
     await scene.noted("began", 20)  # What the first has no room for is there for others.
     assert {note["pid"] for note in scene.notes("began")[10:]} == set(second.children())
     open_gate(scene)
@@ -55,7 +55,7 @@ async def test_a_child_runs_ten_jobs_of_the_usual_size_and_the_worker_claims_no_
 
 @pytest.mark.storages("sqlite")
 async def test_a_job_goes_only_where_its_size_is_free(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "2", children=2)
+    await scene.worker("hosts:app", "--processes", "2", children=2)
     await put(scene, "sixty", 3, until="gate")
     await scene.noted("began", 2)
     await put(scene, "ten", 20, until="gate")
@@ -77,7 +77,7 @@ async def test_what_is_claimed_has_begun_also_where_sizes_differ(scene: Scene) -
     """Nothing waits under a lease for a room that others have taken."""
     for queue in ("sixty", "thirty"):
         await put(scene, queue, 10, until="gate")
-    await scene.worker("rooms:app", "--processes", "2", "--queues", "sixty", "--queues", "thirty", children=2)
+    await scene.worker("hosts:app", "--processes", "2", "--queues", "sixty", "--queues", "thirty", children=2)
     await scene.noted("began", 4)
     await asyncio.sleep(0.5)  # Time for everything that can begin.
     leased = await running(scene, "sixty") + await running(scene, "thirty")
@@ -89,7 +89,7 @@ async def test_what_is_claimed_has_begun_also_where_sizes_differ(scene: Scene) -
 
 @pytest.mark.storages("sqlite")
 async def test_what_is_larger_than_a_child_runs_alone_and_is_not_starved_by_small_jobs(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1", "--queues", "ten", "--queues", "huge", "--queues", "sixty")
+    await scene.worker("hosts:app", "--processes", "1", "--queues", "ten", "--queues", "huge", "--queues", "sixty")
     ten = scene.app.queue("ten")  # No two end together, so that never enough is free by chance.
     await scene.app.enqueue_many([ten.bind({"seconds": 0.02 + 0.007 * (n % 10)}) for n in range(300)])
     await scene.noted("began", 20)
@@ -103,7 +103,7 @@ async def test_what_is_larger_than_a_child_runs_alone_and_is_not_starved_by_smal
 
 @pytest.mark.storages("sqlite")
 async def test_a_tasks_concurrency_holds_over_all_children(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "2", "--queues", "pair", children=2)
+    await scene.worker("hosts:app", "--processes", "2", "--queues", "pair", children=2)
     await put(scene, "pair", 12, seconds=0.05)
     await settled(scene.app, "pair", 12)
     assert most(scene.notes(), "runs") == 2
@@ -112,7 +112,7 @@ async def test_a_tasks_concurrency_holds_over_all_children(scene: Scene) -> None
 
 @pytest.mark.storages("sqlite")
 async def test_a_workers_concurrency_holds_over_all_queues(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "2", "--concurrency", "3", children=2)
+    worker = await scene.worker("hosts:app", "--processes", "2", "--concurrency", "3", children=2)
     for queue in ("ten", "high", "low"):
         await put(scene, queue, 6, seconds=0.05)
     for queue in ("ten", "high", "low"):
@@ -124,7 +124,7 @@ async def test_a_workers_concurrency_holds_over_all_queues(scene: Scene) -> None
 async def test_higher_queues_go_first_and_one_of_sixteen_claims_goes_to_the_lowest(scene: Scene) -> None:
     await put(scene, "low", 10)
     await put(scene, "high", 60)
-    await scene.worker("rooms:app", "--processes", "1", "--concurrency", "1", "--queues", "low", "--queues", "high")
+    await scene.worker("hosts:app", "--processes", "1", "--concurrency", "1", "--queues", "low", "--queues", "high")
     order = [note["queue"] for note in await scene.noted("began", 48)]
     for start in range(32):
         assert 1 <= order[start : start + 17].count("low") <= 2
@@ -134,7 +134,7 @@ async def test_higher_queues_go_first_and_one_of_sixteen_claims_goes_to_the_lowe
 
 @pytest.mark.storages("sqlite")
 async def test_runs_spread_evenly_over_the_children(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:app", "--processes", "2", children=2)
     for count in (2, 5, 10):
         await put(scene, "ten", count - len(scene.notes("began")), until="gate")
         by_child = Counter(note["pid"] for note in await scene.noted("began", count))
@@ -145,7 +145,7 @@ async def test_runs_spread_evenly_over_the_children(scene: Scene) -> None:
 
 
 async def test_two_hundred_queues_are_served_by_one_worker(scene: Scene) -> None:
-    await scene.worker("rooms:many", "--processes", "2", children=2)
+    await scene.worker("hosts:many", "--processes", "2", children=2)
     queues = [scene.app.queue(f"many.{number:03}") for number in range(200)]
     for _ in range(2):  # At first nothing is known of any queue; then all have been silent.
         began = time.monotonic()
@@ -155,7 +155,7 @@ async def test_two_hundred_queues_are_served_by_one_worker(scene: Scene) -> None
 
 
 async def test_a_paused_queue_is_left_alone_until_it_is_resumed(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     await put(scene, "ten", 1)
     await settled(scene.app, "ten", 1)
     await scene.app.queue("ten").pause(reason="lunch")
@@ -169,7 +169,7 @@ async def test_a_paused_queue_is_left_alone_until_it_is_resumed(scene: Scene) ->
 
 
 async def test_a_worker_that_is_evicted_ends_as_if_it_was_stopped(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "1", "--name", "unwanted", "--lease", "0.5")
+    worker = await scene.worker("hosts:app", "--processes", "1", "--name", "unwanted", "--lease", "0.5")
     await put(scene, "ten", 1, until="gate")
     await put(scene, "sixty", 1, until="never", seconds=0)
     await scene.noted("began", 2)

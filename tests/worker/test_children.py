@@ -28,7 +28,7 @@ async def uncounted(scene: Scene, queue: str, completed: int) -> None:
 
 @pytest.mark.storages("sqlite")
 async def test_a_child_has_its_parent_a_group_of_its_own_and_nothing_to_read(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:app", "--processes", "2", children=2)
     told = await asyncio.gather(*(scene.ask("where") for _ in range(8)))
     assert {child["pid"] for child in told} == set(worker.children())
     for child in told:
@@ -43,7 +43,7 @@ async def test_a_child_has_its_parent_a_group_of_its_own_and_nothing_to_read(sce
 
 @pytest.mark.storages("sqlite")
 async def test_only_children_import_the_users_code(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:app", "--processes", "2", children=2)
     imported = await scene.noted("imported", 2)
     assert {note["pid"] for note in imported} == set(worker.children())
     assert {note["parent"] for note in imported} == {worker.pid}
@@ -54,7 +54,7 @@ async def test_only_children_import_the_users_code(scene: Scene) -> None:
 
 @pytest.mark.storages("sqlite")
 async def test_a_child_is_replaced_after_its_jobs_and_no_job_is_lost_or_counted(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "1", "--max-jobs", "5")
+    worker = await scene.worker("hosts:app", "--processes", "1", "--max-jobs", "5")
     used: list[int] = []
     for generation in range(1, 4):
         pids = {await scene.ask("ten") for _ in range(5)}
@@ -69,7 +69,7 @@ async def test_a_child_is_replaced_after_its_jobs_and_no_job_is_lost_or_counted(
 
 @pytest.mark.storages("sqlite")
 async def test_there_is_no_gap_while_children_are_replaced_under_load(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "2", "--max-jobs", "10", children=2)
+    worker = await scene.worker("hosts:app", "--processes", "2", "--max-jobs", "10", children=2)
     jobs, fewest = 0, 2
 
     async def were_replaced() -> bool:
@@ -89,7 +89,7 @@ async def test_there_is_no_gap_while_children_are_replaced_under_load(scene: Sce
 
 @pytest.mark.storages("sqlite")
 async def test_a_child_that_is_replaced_finishes_what_it_has(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "1", "--max-jobs", "2")
+    worker = await scene.worker("hosts:app", "--processes", "1", "--max-jobs", "2")
     (first,) = worker.children()
     await put(scene, "ten", 2, until="gate")
     await scene.noted("began", 2)
@@ -105,7 +105,7 @@ async def test_a_child_that_is_replaced_finishes_what_it_has(scene: Scene) -> No
 
 @pytest.mark.storages("sqlite")
 async def test_a_child_that_has_too_much_in_memory_is_replaced_also_if_it_is_idle_by_then(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "1", "--max-memory", "250M")
+    worker = await scene.worker("hosts:app", "--processes", "1", "--max-memory", "250M")
     first = await scene.ask("leak", {"mib": 50})
     await asyncio.sleep(0.6)  # Long enough to be looked at twice.
     assert worker.children() == [first]
@@ -118,7 +118,7 @@ async def test_a_child_that_has_too_much_in_memory_is_replaced_also_if_it_is_idl
 
 @pytest.mark.storages("sqlite")
 async def test_a_job_that_stalled_twice_gets_a_child_of_its_own_if_none_is_empty(scene: Scene) -> None:
-    worker = await scene.worker("rooms:app", "--processes", "1")
+    worker = await scene.worker("hosts:app", "--processes", "1")
     crashing = await scene.app.queue("crash").enqueue({"times": 2})
     await scene.noted("crashes", 2)
     await until(lambda: len(ready(worker)) == 3)
@@ -137,7 +137,7 @@ async def test_a_job_that_stalled_twice_gets_a_child_of_its_own_if_none_is_empty
 
 @pytest.mark.storages("sqlite")
 async def test_a_child_that_hears_nothing_gets_nothing_while_others_are_served(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "2", children=2)
+    await scene.worker("hosts:app", "--processes", "2", children=2)
     blocking = await scene.app.queue("block").enqueue({"until": "gate"})
     (blocked,) = await scene.noted("blocks")
     await asyncio.sleep(2.0)  # Within a second and a half it is known not to answer. Nothing tells when.
@@ -154,13 +154,13 @@ async def test_a_child_that_hears_nothing_gets_nothing_while_others_are_served(s
 
 @pytest.mark.storages("sqlite")
 async def test_handlers_that_are_not_async_run_side_by_side_on_threads(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     assert await asyncio.gather(*(scene.ask("meet", {"others": 10}) for _ in range(10))) == ["met"] * 10
 
 
 @pytest.mark.storages("sqlite")
 async def test_a_handler_knows_its_job_and_its_context_is_its_own(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1", "--name", "wanda")
+    await scene.worker("hosts:app", "--processes", "1", "--name", "wanda")
     asked = [(queue, sync) for queue in ("who", "who.sync") for sync in (True, False)] * 3
     told = await asyncio.gather(
         *(scene.ask(queue, {"sync": sync}, id=f"job-{n}") for n, (queue, sync) in enumerate(asked))
@@ -170,12 +170,12 @@ async def test_a_handler_knows_its_job_and_its_context_is_its_own(scene: Scene) 
 
 
 async def test_a_job_whose_id_is_no_text_runs_in_a_child(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     assert (await scene.ask("where", id=b"\xff\x00\xfe"))["stdin"] == "/dev/null"
 
 
 async def test_progress_reaches_whoever_looks(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     expected: dict[str, Any] = {"report": {"done": 2, "of": 3}, "report.sync": "half way"}
     for queue in expected:
         await scene.app.queue(queue).enqueue({"until": "gate"}, id="a")
@@ -194,7 +194,7 @@ async def _progress_is(scene: Scene, queue: str, progress: Any) -> bool:
 async def test_large_results_travel_and_what_is_too_large_fails_at_once(scene: Scene) -> None:
     scene.app = scene.place.app(max_payload=4 << 20)
     async with scene.app:
-        await scene.worker("rooms:app", "--processes", "1")
+        await scene.worker("hosts:app", "--processes", "1")
         for size in (1 << 20, (4 << 20) - 100):
             assert len(await scene.ask("give", {"size": size})) == size
         with pytest.raises(JobFailed, match="bytes") as raised:
@@ -208,7 +208,7 @@ async def test_large_results_travel_and_what_is_too_large_fails_at_once(scene: S
 
 @pytest.mark.storages("sqlite")
 async def test_a_result_that_cannot_be_written_fails_at_once(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     with pytest.raises(JobFailed, match="object") as raised:
         await scene.ask("give.object")
     assert (raised.value.kind, raised.value.attempts) == ("permanent", 1)
@@ -217,7 +217,7 @@ async def test_a_result_that_cannot_be_written_fails_at_once(scene: Scene) -> No
 
 @pytest.mark.storages("sqlite")
 async def test_details_that_do_not_fit_through_cost_the_error_nothing_else(scene: Scene) -> None:
-    await scene.worker("rooms:app", "--processes", "1")
+    await scene.worker("hosts:app", "--processes", "1")
     with pytest.raises(JobFailed, match="Detailed: many") as raised:
         await scene.ask("raise.details", wait=10)
     assert (raised.value.kind, raised.value.attempts) == ("retriable", 2)
@@ -228,7 +228,7 @@ async def test_details_that_do_not_fit_through_cost_the_error_nothing_else(scene
 
 @pytest.mark.storages("sqlite")
 async def test_a_lifespan_is_entered_once_in_each_child_and_left_at_a_stop(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     children = set(worker.children())
     made_by = await asyncio.gather(*(scene.ask("resources") for _ in range(10)))
     assert set(made_by) == children
@@ -242,7 +242,7 @@ async def test_a_lifespan_is_entered_once_in_each_child_and_left_at_a_stop(scene
 
 @pytest.mark.storages("sqlite")
 async def test_middleware_and_after_execution_are_where_the_handler_is(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "1")
+    worker = await scene.worker("hosts:observed", "--processes", "1")
     assert await scene.ask("double", {"number": 21}) == 42
     around = [note for note in scene.notes() if note["what"] in ("before", "after", "executed")]
     assert [note["what"] for note in around] == ["before", "after", "executed"]

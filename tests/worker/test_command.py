@@ -134,7 +134,7 @@ CANNOT_LOAD = {
     "nowhere:app": "there is no module 'nowhere'",
     "fine.deeper:app": "there is no module 'fine.deeper'",
     "fine:nothing": "has no 'nothing'; there is fine:app",
-    "fine:number": "is no Holdfast app, but 5; there is fine:app",
+    "fine:number": "is not a Holdfast app, but 5; there is fine:app",
     "empty:app": "this app has no tasks",
     "fine:app --queues reports.* --queues post": "no task is named like 'post': there are reports.day, mail",
 }

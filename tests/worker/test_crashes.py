@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from holdfast import JobFailed
+from holdfast._worker.context import WorkerSettings
 from holdfast._worker.processes import child_handle
-from holdfast._worker.processes.pool import Pool
+from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.telemetry import HookDispatcher
 from holdfast._worker.worker import Worker
 from holdfast.storage import connect
 from tests.worker.conftest import ROOT, Scene, WorkerProcess, until
@@ -193,14 +195,10 @@ async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str) -
     for name, value in scene.environment.items():
         monkeypatch.setenv(name, value)
     place = scene.place
-    pool = Pool(f"tests.worker.{target}", [str(ROOT), *sys.path], processes=1, worker="w")
-    made = Worker(
-        pool,
-        lambda: connect(place.url, namespace=place.namespace),
-        queues=None,
-        report_error=pool.report_error,
-        name="w",
-    )
+    settings = PoolSettings(target=f"tests.worker.{target}", path=[str(ROOT), *sys.path], processes=1, worker="w")
+    pool = Pool(settings)
+    hooks = HookDispatcher((), pool.report_error)
+    made = Worker(pool, lambda: connect(place.url, namespace=place.namespace), WorkerSettings(name="w"), hooks)
     async with made:
         yield
 

@@ -30,7 +30,7 @@ async def work(scene: Scene) -> None:
 
 @pytest.mark.storages("sqlite")
 async def test_a_json_log_has_one_object_a_line_and_one_line_for_each_thing_that_became_of_a_job(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "1", "--log-format", "json", "--name", "olga")
+    worker = await scene.worker("hosts:observed", "--processes", "1", "--log-format", "json", "--name", "olga")
     await work(scene)
     assert await worker.stop() == 0
     lines = [json.loads(line) for line in worker.text().splitlines()]
@@ -57,7 +57,7 @@ async def test_a_json_log_has_one_object_a_line_and_one_line_for_each_thing_that
 
 @pytest.mark.storages("sqlite")
 async def test_a_text_log_says_the_same_in_one_line_each(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "1", "--name", "olga")
+    worker = await scene.worker("hosts:observed", "--processes", "1", "--name", "olga")
     await work(scene)
     await scene.ask("secret", {"word": SECRET}, id="two\nlines")
     assert await worker.stop() == 0
@@ -79,7 +79,7 @@ async def test_a_text_log_says_the_same_in_one_line_each(scene: Scene) -> None:
 
 @pytest.mark.storages("sqlite")
 async def test_an_id_that_is_no_text_does_not_break_the_log(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "1", "--log-format", "json")
+    worker = await scene.worker("hosts:observed", "--processes", "1", "--log-format", "json")
     await scene.app.queue("secret").enqueue({"word": "x"}, id=b"\xff\xfe")
     await settled(scene.app, "secret", 1)
     assert await worker.stop() == 0
@@ -89,7 +89,7 @@ async def test_an_id_that_is_no_text_does_not_break_the_log(scene: Scene) -> Non
 
 @pytest.mark.storages("sqlite")
 async def test_hooks_are_called_in_a_child_in_order_and_once_for_each_event(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     children = set(worker.children())
     results = await asyncio.gather(*(scene.ask("double", {"number": n}) for n in range(30)))
     assert results == [2 * n for n in range(30)]
@@ -110,7 +110,7 @@ async def test_hooks_are_called_in_a_child_in_order_and_once_for_each_event(scen
 
 @pytest.mark.storages("sqlite")
 async def test_hooks_hear_things_in_order_also_while_a_child_hears_nothing(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "2", children=2)
+    worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     for _ in range(2):
         await scene.app.queue("spin").enqueue({"seconds": 0.7})
         for _ in range(60):
@@ -129,7 +129,7 @@ async def test_hooks_hear_things_in_order_also_while_a_child_hears_nothing(scene
 
 @pytest.mark.storages("sqlite")
 async def test_what_happens_at_the_end_is_told_before_a_worker_is_gone(scene: Scene) -> None:
-    worker = await scene.worker("rooms:observed", "--processes", "2", "--grace", "0", children=2)
+    worker = await scene.worker("hosts:observed", "--processes", "2", "--grace", "0", children=2)
     await scene.app.queue("hold").enqueue({"until": "never"})
     await scene.noted("began")
     assert await worker.stop() == 0
@@ -144,7 +144,7 @@ async def record(scene: Scene) -> dict[str, Any]:
 
 async def test_a_worker_is_on_record_while_it_is_there(scene: Scene) -> None:
     worker = await scene.worker(
-        *("rooms:observed", "--processes", "2", "--name", "olga", "--lease", "2", "--queues", "hold"), children=2
+        *("hosts:observed", "--processes", "2", "--name", "olga", "--lease", "2", "--queues", "hold"), children=2
     )
 
     async def is_on_record() -> bool:

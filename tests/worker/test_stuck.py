@@ -8,12 +8,15 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from holdfast import JobCancelled, JobFailed, State
+from holdfast._worker.context import WorkerSettings
 from holdfast._worker.processes import child_handle
-from holdfast._worker.processes.pool import Pool
+from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.telemetry import HookDispatcher
 from holdfast._worker.worker import Worker
 from holdfast.storage import connect
 from tests.processes import parents
@@ -162,19 +165,15 @@ async def test_a_process_is_replaced_at_once_and_only_once_however_many_of_its_r
 
 
 @asynccontextmanager
-async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str, **options: float) -> AsyncIterator[Pool]:
+async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str, **options: Any) -> AsyncIterator[Pool]:
     """A worker of the test's own, with options that the command line does not have."""
     for name, value in scene.environment.items():
         monkeypatch.setenv(name, value)
     place, path = scene.place, [str(ROOT), *sys.path]
-    pool = Pool(f"tests.worker.{target}", path, processes=1, worker="w", **options)
-    made = Worker(
-        pool,
-        lambda: connect(place.url, namespace=place.namespace),
-        queues=None,
-        report_error=pool.report_error,
-        name="w",
-    )
+    settings = PoolSettings(target=f"tests.worker.{target}", path=path, processes=1, worker="w", **options)
+    pool = Pool(settings)
+    hooks = HookDispatcher((), pool.report_error)
+    made = Worker(pool, lambda: connect(place.url, namespace=place.namespace), WorkerSettings(name="w"), hooks)
     async with made:
         yield pool
 

@@ -7,13 +7,13 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
 
 from holdfast._client import request
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
-from holdfast._client.session import Session, StorageAddress
+from holdfast._client.session import Session
 from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
@@ -30,12 +30,13 @@ from holdfast._core.options import (
     to_ms,
 )
 from holdfast._core.replies import Snapshot
-from holdfast._worker.app_loader import find
-from holdfast._worker.executor import OnEvent
+from holdfast._worker.app_loader import locate_app
+from holdfast._worker.app_parts import AppParts, RunnableApp
+from holdfast._worker.context import WorkerSettings
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
 from holdfast._worker.inline import Inline
-from holdfast._worker.processes.pool import Pool
-from holdfast._worker.reports import default_worker_name
+from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_name
 from holdfast._worker.worker import Worker, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
@@ -60,7 +61,7 @@ MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
 MAX_PROCESSES = 1_000
 
 
-class Holdfast(Generic[T]):
+class Holdfast(RunnableApp, Generic[T]):
     """A storage and a set of tasks.
 
     The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db` in the present folder: see
@@ -277,54 +278,48 @@ class Holdfast(Generic[T]):
         """
         if name is not None:
             check_worker(name)
-        options: dict[str, Any] = {
-            "concurrency": None if concurrency is None else to_count("concurrency", concurrency, 1),
-            "name": name or default_worker_name(),
-            "lease_ms": to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
-            "grace_s": to_ms("grace", grace) / 1000,
-            "burst": burst,
-        }
-        chosen = self._served(queues)
+        handlers = self._served(queues)
+        settings = WorkerSettings(
+            name=name or default_worker_name(),
+            queues=queues if queues is None or isinstance(queues, str) else list(queues),
+            lease_ms=to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
+            grace_s=to_ms("grace", grace) / 1000,
+            concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
+            burst=burst,
+        )
         if processes is None:
-            return self._make_worker(chosen, **options)
+            return self._inline_worker(handlers, settings)
         self._session.address.check_shared()
         pool = Pool(
-            find(self),
-            sys.path,
-            processes=to_count("processes", processes, 1, MAX_PROCESSES),
-            worker=options["name"],
-            drain_grace_s=to_ms("drain_grace", drain_grace) / 1000,
-            max_jobs=None if max_jobs is None else to_count("max_jobs", max_jobs, 1),
-            max_memory=None if max_memory is None else to_count("max_memory", max_memory, 1),
+            PoolSettings(
+                target=locate_app(self),
+                path=sys.path,
+                worker=settings.name,
+                processes=to_count("processes", processes, 1, MAX_PROCESSES),
+                drain_grace_s=to_ms("drain_grace", drain_grace) / 1000,
+                max_jobs=None if max_jobs is None else to_count("max_jobs", max_jobs, 1),
+                max_memory=None if max_memory is None else to_count("max_memory", max_memory, 1),
+            )
         )
-        patterns = queues if queues is None or isinstance(queues, str) else list(queues)
-        return Worker(
-            pool,
-            self._opened,
-            queues=patterns,
-            report_error=self._around.report_error,
+        return Worker(pool, self._opened, settings, HookDispatcher(self._on_event, self._around.report_error))
+
+    def _parts(self) -> AppParts:
+        address = self._session.address
+        return AppParts(
+            handlers=self._served(None),
+            hooks=self._around,
             on_event=self._on_event,
-            **options,
+            lifespan=self._lifespan,
+            url=address.url,
+            namespace=address.namespace,
+            max_payload=address.max_payload,
         )
 
-    def parts(self) -> AppParts:
-        """For holdfast._worker and holdfast.cli: what there is to run."""
-        return AppParts(self._served(None), self._around, self._lifespan, self._on_event, self._session.address)
-
-    def defer(self) -> None:
-        """For holdfast._worker: open the storage only when it is first used."""
+    def _open_lazily(self) -> Self:
         self._session.defer()
+        return self
 
-    def rehearse(self, storage: Storage | None) -> None:
-        """For holdfast.testing: use another storage, on every loop, until None is put back."""
-        self._session.rehearse(storage)
-
-    def rehearsal(self, note: OnEvent) -> Worker:
-        """For holdfast.testing: a worker that runs what is ready and then ends."""
-        name = default_worker_name()
-        return self._make_worker(self._served(None), note, name=name, burst=True, beats=False, lease_ms=MAX_LEASE_MS)
-
-    def _make_worker(self, handlers: Iterable[Handler], *notes: OnEvent, **options: Any) -> Worker:
+    def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:
         inline = Inline(handlers, self._around)
 
         @asynccontextmanager
@@ -337,8 +332,8 @@ class Holdfast(Generic[T]):
                     inline.runner.resources = resources
                     yield storage
 
-        on_event = [*self._on_event, *notes]
-        return Worker(inline, opened, queues=None, report_error=self._around.report_error, on_event=on_event, **options)
+        dispatcher = HookDispatcher([*self._on_event, *hooks], self._around.report_error)
+        return Worker(inline, opened, settings, dispatcher)
 
     @asynccontextmanager
     async def _opened(self) -> AsyncGenerator[Storage]:
@@ -353,14 +348,16 @@ class Holdfast(Generic[T]):
         return [handlers[queue] for queue in choose(handlers, queues)]
 
 
-class AppParts(NamedTuple):
-    """What an app is made of, for those who run it."""
+def use_storage(app: Holdfast[Any], storage: Storage | None) -> None:
+    """For holdfast.testing: have an app use another storage, on every loop, until None is put back."""
+    app._session.rehearse(storage)  # pyright: ignore[reportPrivateUsage]
 
-    handlers: list[Handler]
-    around: AppHooks
-    lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
-    on_event: list[OnEvent]
-    address: StorageAddress
+
+def rehearsal_worker(app: Holdfast[Any], hook: OnEvent) -> Worker:
+    """For holdfast.testing: a worker that runs what is ready and then ends."""
+    settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
+    handlers = app._served(None)  # pyright: ignore[reportPrivateUsage]
+    return app._inline_worker(handlers, settings, hook)  # pyright: ignore[reportPrivateUsage]
 
 
 def _hook(what: str, function: H) -> H:

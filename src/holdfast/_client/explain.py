@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 import msgspec
 
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats
-from holdfast._core.retry_policy import decode_error
-from holdfast._core.text import length
+from holdfast._core.text import format_count, format_moment, format_times
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
@@ -67,11 +65,11 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, 
     if stats is None or not stats.workers:
         sentences.append("no live worker serves this queue")
     if jobs or not counted:
-        sentences.append(f"{'' if counted else 'at least '}{number_of(jobs, 'job')} in front of it")
+        sentences.append(f"{'' if counted else 'at least '}{format_count(jobs, 'job')} in front of it")
     if not sentences:
         sentences.append("it is ready: the next worker with room takes it")
     counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
-    happened = [f"{what} {_times(count)}" for what, count in counts.items() if count]
+    happened = [f"{what} {format_times(count)}" for what, count in counts.items() if count]
     if happened:
         last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
         sentences.append(f"it has been {', '.join(happened)}{last}")
@@ -98,7 +96,7 @@ def _of_finished(job: Job, now: int) -> list[str]:
     assert job.outcome is not None
     outcome = job.outcome
     ended = "was cancelled" if outcome.state is State.CANCELLED else f"has {outcome.state}"
-    sentences = [f"it {ended}, after {number_of(job.attempts, 'run')}"]
+    sentences = [f"it {ended}, after {format_count(job.attempts, 'run')}"]
     if outcome.state is State.FAILED:
         sentences[0] += f", with {_error(outcome.error)}"
         sentences.append("`holdfast retry` runs it once more")
@@ -126,21 +124,5 @@ def _error(data: bytes | None) -> str:
     return f"{error} ({error.kind})"
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def number_of(count: int, what: str) -> str:
-    """A count and its noun: "1 job", "2,000 jobs"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def when(at: datetime, now: datetime) -> str:
-    """A point in time, and its distance from now by the clock of the storage."""
-    seconds = (at - now).total_seconds()
-    distance = f"in {length(seconds)}" if seconds >= 0 else f"{length(-seconds)} ago"
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({distance})"
-
-
 def _at(at: int, now: int) -> str:
-    return when(from_at(at), from_at(now))
+    return format_moment(from_at(at), (at - now) / 1e6)

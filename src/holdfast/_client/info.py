@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from holdfast._core.codec import Codecs
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats
-from holdfast._core.retry_policy import decode_error
 from holdfast.errors import JobError
 
 

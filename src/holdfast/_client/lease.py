@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast._client.session import Session
-from holdfast._core.failure import error_from_exception
+from holdfast._core.failure import error_from_exception, truncate_error
 from holdfast._core.jobs import Job, LeaseRef, Release, Settlement
 from holdfast._core.options import OPTIONS, Seconds, from_at, to_at, to_ms
 from holdfast._core.replies import SettleResult
-from holdfast._core.retry_policy import Policy, Raised, Returned, cut, verdict
+from holdfast._core.retry_policy import Policy, Raised, Returned, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
 
 _rng = random.Random()
@@ -171,4 +171,4 @@ def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobErro
         return otherwise
     if isinstance(error, BaseException):
         return error_from_exception(error, "retriable")
-    return cut(JobError(type=otherwise.type, message=error.encode("utf-8", "replace").decode()))
+    return truncate_error(JobError(type=otherwise.type, message=error.encode("utf-8", "replace").decode()))

@@ -30,7 +30,7 @@ from holdfast._core.options import (
 )
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept, WorkerFacts
 from holdfast._core.retry_policy import admit, fence_of
-from holdfast._worker.reports import default_worker_name
+from holdfast._worker.telemetry import default_worker_name
 from holdfast.errors import HoldfastError, JobNotFound, OptionError
 from holdfast.storage import audit
 from holdfast.storage.validation import check_queue, clean_id

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast._client.session import Session
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Outcome, State
-from holdfast._core.retry_policy import decode_error
 from holdfast.errors import JobCancelled, JobFailed, JobForgotten
 
 

@@ -1,27 +1,18 @@
-"""Which queues to claim from, how much, and into which room: capacity as numbers. Pure: no I/O, and `now` is passed in
-(monotonic seconds).
+"""Capacity of one worker: the hosts in which its runs go on, and how much of it each queue uses.
 
-A room is where runs go on: a child process, or the worker's own loop. A worker never claims more than it can start
-now. Queues share it by their priority, those of one priority equally; now and then a lower one goes first, and a large
-job is waited for, so that none starves.
+A host is a child process, or the worker's own event loop. `Capacity` is mutable bookkeeping with one owner, the claimer
+of the worker, and is used on the worker's event loop only: executors report to it which hosts there are and where runs
+start and finish; `claim_planner.py` decides from it what to claim. It does no I/O and reads no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-LOWER_FIRST_EVERY = 16
-"""Of so many plans, one begins with the lower queue that was served longest ago; and a job that did not fit so many
-times is waited for."""
 MAX_CLAIM = 250
-LARGE_CLAIM = 50
-"""What fits beyond this is claimed in halves: the first is run while the storage looks for the second."""
-MAX_SUSPECTS = 10
-"""With so many jobs of a queue in hand that wait for a spare room, no more of it are claimed."""
-MAX_BLOCK_S = 60.0
-"""For so long others are held back so that a large job finds room."""
+"""Most jobs of one claim."""
 NEVER = float("inf")
 
 
@@ -30,19 +21,19 @@ class Host(msgspec.Struct):
 
     capacity: int
     spare: bool = False
-    """For one run at a time, that must be alone."""
+    """For one run at a time, which must be isolated."""
     used: int = 0
     runs: int = 0
     running: dict[str, int] = {}
     """Runs of each queue."""
     reserved: int = 0
-    """What claims that are on their way may bring."""
+    """Units for the jobs that claims on their way may bring."""
     stuck: dict[str, int] = {}
     """Runs of each queue that were given up, and may never end."""
     open: bool = True
     """It takes more runs."""
-    deaf: bool = False
-    """It does not answer at the moment: better give it nothing."""
+    unresponsive: bool = False
+    """It does not answer at the moment, and gets no new runs."""
 
     @property
     def free(self) -> int:
@@ -50,442 +41,272 @@ class Host(msgspec.Struct):
 
     @property
     def takes(self) -> bool:
-        return self.open and not (self.spare or self.deaf)
+        return self.open and not (self.spare or self.unresponsive)
 
 
 class QueueLoad(msgspec.Struct):
-    """One queue that the worker serves."""
+    """One queue that the worker serves: its settings, what it uses, and what is known of its work."""
 
     queue: str
     size: int = 10
+    """Units that each of its runs uses."""
     concurrency: int | None = None
     priority: int = 100
     running: int = 0
-    woken: bool = False
-    """A hint came after the last claim was sent, which may not have seen what it is about."""
-    planned: int = 0
-    """In which plan it last had an order."""
-    in_hand: int = 0
-    """Jobs that were claimed and wait for a room."""
+    unplaced: int = 0
+    """Jobs that were claimed and wait for a host."""
     suspects: int = 0
-    """Those of them that wait for a spare one."""
-    asked: int = 0
-    """Jobs of a claim that is on its way. There is one at a time."""
-    places: dict[int, int] = {}
-    """The rooms that it was planned for, and what is reserved there."""
-    place_size: int = 0
-    """For each of its jobs."""
-    passed_over: int = 0
-    """Plans in which it had work, and its next job did not fit."""
-    blocks_since: float = NEVER
-    """Since when others are held back for it."""
+    """Those of the unplaced jobs that wait for a spare host."""
+    claiming: int = 0
+    """Jobs that a claim on its way asks for. A queue has one claim at a time."""
+    reservations: dict[int, int] = {}
+    """Units that are reserved for the claim on its way, by host."""
+    reserved_units_per_job: int = 0
+    planned: int = 0
+    """Number of the last plan in which it had an order."""
+    skipped: int = 0
+    """Plans since then in which other queues had orders, and its next job did not fit."""
+    kept_from: float = 0.0
+    """When a host may be kept free for it again."""
+    woken: bool = False
+    """A hint came after the last claim was sent, and that claim may not have seen the hint's job."""
     rests_until: float = 0.0
-    """Until when nothing is claimed, whatever is heard."""
+    """Nothing is claimed before this time, whatever hints come."""
     claim_at: float = 0.0
-    """When to claim from it next; in the past if it may have work now, `NEVER` if nothing is known of any."""
-
-
-class ClaimOrder(msgspec.Struct, frozen=True):
-    """Claim up to `limit` jobs."""
-
-    queue: str
-    limit: int
+    """When to claim next: in the past if it may have work now, `NEVER` if no work is known."""
 
 
 class Capacity:
-    """The rooms of one worker, and the queues that it serves. `capacity` is that of one room."""
+    """The hosts of one worker, and the queues that use them."""
 
     def __init__(
-        self, capacity: int, served: Iterable[QueueLoad] = (), *, most: int | None = None, rooms: Iterable[int] = (0,)
+        self,
+        host_capacity: int,
+        served: Iterable[QueueLoad] = (),
+        *,
+        max_runs: int | None = None,
+        hosts: Iterable[int] = (0,),
     ) -> None:
-        self.room_capacity = capacity
+        """`host_capacity` is that of one host, in units; `max_runs` limits the runs of all hosts, whatever their
+        size."""
+        self.host_capacity = host_capacity
         self.runs = 0
-        self._most = most
-        """Runs at the same time, whatever their size."""
-        self._rooms: dict[int, Host] = {}
-        for number in rooms:
-            self.open(number)
-        self._served: dict[str, QueueLoad] = {}
+        """Runs that are going on."""
+        self.served: dict[str, QueueLoad] = {}
+        self.hosts: dict[int, Host] = {}
         self._leaving: dict[str, QueueLoad] = {}
         """Queues that are not served any more, and whose last runs have not ended."""
-        for queue in served:
-            self.serve(queue)
-        self._plans = 0
-        self._hold_after = 0
-        self._held: dict[int, str] = {}
-        """Rooms that are kept for a queue whose jobs have not fitted anywhere for long, until one does."""
-        self._claims = 0
-        self._in_hand = 0
+        self._max_runs = max_runs
+        self._unplaced = 0
+        for number in hosts:
+            self.open_host(number)
+        for load in served:
+            self.serve(load)
 
     # Queues
 
-    @property
-    def queues(self) -> list[str]:
-        return list(self._served)
-
-    def serves(self, queue: str) -> bool:
-        return queue in self._served
-
-    def serve(self, served: QueueLoad) -> None:
-        """Begin to serve a queue, or serve it on other terms from now on."""
-        served.size = min(served.size, self.room_capacity)  # One that is larger than everything runs alone.
-        known = self._served.get(served.queue) or self._leaving.pop(served.queue, None)
+    def serve(self, load: QueueLoad) -> None:
+        """Begin to serve a queue, or serve it with other settings from now on."""
+        load.size = min(load.size, self.host_capacity)  # A job that is larger than a host has one to itself.
+        known = self.served.get(load.queue) or self._leaving.pop(load.queue, None)
         if known is None:
-            self._served[served.queue] = served
+            self.served[load.queue] = load
             return
-        for room in self._rooms.values():
-            room.used += (served.size - known.size) * room.running.get(served.queue, 0)
-        known.size, known.concurrency, known.priority = served.size, served.concurrency, served.priority
-        self._served[served.queue] = known
+        for host in self.hosts.values():
+            host.used += (load.size - known.size) * host.running.get(load.queue, 0)
+        known.size, known.concurrency, known.priority = load.size, load.concurrency, load.priority
+        self.served[load.queue] = known
 
     def leave(self, queue: str) -> None:
-        """Claim nothing from this queue any more."""
-        served = self._served.pop(queue, None)
-        if served is not None:
-            self._leaving[queue] = served
-            self._forget_if_over(served)
+        """Stop serving a queue. It is remembered until its last run has ended."""
+        load = self.served.pop(queue, None)
+        if load is not None:
+            self._leaving[queue] = load
+            self.forget_if_over(load)
 
-    def wake(self, queue: str) -> None:
-        """There may be work."""
-        if queue in self._served:
-            self._served[queue].woken = True
-            self._served[queue].claim_at = 0.0
+    def find_load(self, queue: str) -> QueueLoad:
+        """The load of a queue that is served, or is being left."""
+        return self.served[queue] if queue in self.served else self._leaving[queue]
 
-    def rest(self, queue: str, until: float) -> None:
-        """Its jobs were given back at once: to claim them again at once would help nobody."""
-        if queue in self._served:
-            self._served[queue].rests_until = until
+    def forget_if_over(self, load: QueueLoad) -> None:
+        """Forget a queue that is not served any more and has nothing here."""
+        if not (load.running or load.claiming or load.unplaced):
+            self._leaving.pop(load.queue, None)
 
-    def sleep(self, queue: str) -> None:
-        """It has no work after all."""
-        served = self._served.get(queue)
-        if served is not None:
-            served.claim_at, served.passed_over, served.blocks_since = NEVER, 0, NEVER
-
-    def _find(self, queue: str) -> QueueLoad:
-        return self._served[queue] if queue in self._served else self._leaving[queue]
-
-    def _forget_if_over(self, served: QueueLoad) -> None:
-        if not (served.running or served.asked or served.in_hand):
-            self._leaving.pop(served.queue, None)
-
-    # Rooms
+    # Hosts
 
     @property
-    def capacity(self) -> int:
-        """Of all rooms together."""
-        return sum(room.capacity for room in list(self._rooms.values()) if room.open and not room.spare)
+    def units(self) -> int:
+        """Capacity of all hosts together, without the spare ones."""
+        return sum(host.capacity for host in self.hosts.values() if host.open and not host.spare)
 
     @property
     def used(self) -> int:
-        return sum(room.used for room in list(self._rooms.values()))
+        """Units that runs use, on all hosts."""
+        return sum(host.used for host in self.hosts.values())
 
-    def open(self, number: int, *, spare: bool = False) -> None:
-        """There is a new room."""
-        self._rooms[number] = Host(self.room_capacity, spare)
+    def open_host(self, number: int, *, spare: bool = False) -> None:
+        """Add a host."""
+        self.hosts[number] = Host(self.host_capacity, spare)
 
-    def shut(self, number: int) -> None:
-        """A room takes no more runs."""
-        if number in self._rooms:
-            self._rooms[number].open = False
+    def close_host(self, number: int) -> None:
+        """Give a host no more runs."""
+        if number in self.hosts:
+            self.hosts[number].open = False
 
-    def drop(self, number: int) -> None:
-        """A room is gone. Its runs are told one by one."""
-        if number in self._rooms:
-            self._rooms[number].open = False
+    def drop_host(self, number: int) -> None:
+        """Remove a host that has ended, once each of its runs has been reported as finished."""
+        if number in self.hosts:
+            self.hosts[number].open = False
             self._drop_if_over(number)
 
-    def hears(self, number: int, hears: bool) -> None:
-        self._rooms[number].deaf = not hears
+    def set_responsive(self, number: int, responsive: bool) -> None:
+        """Note whether a host answers: one that does not gets no new runs."""
+        self.hosts[number].unresponsive = not responsive
 
-    def find_room(self, queue: str, *, alone: bool = False) -> int | None:
-        """A room for the next run of this queue, the emptiest; for one that must be alone, a spare one in which nothing
+    def find_host(self, queue: str, *, isolated: bool = False) -> int | None:
+        """The host for the next run of a queue: the emptiest. An isolated run gets a spare one in which nothing
         runs."""
-        if alone:
-            spare = (n for n, room in self._rooms.items() if room.spare and room.open and not (room.deaf or room.runs))
+        if isolated:
+            spare = (
+                n for n, host in self.hosts.items() if host.spare and host.open and not (host.unresponsive or host.runs)
+            )
             return next(spare, None)
-        served = self._find(queue)
-        size = served.size
-        while served.places:  # Where it was planned for: what one claim brings goes to few rooms, and travels together.
-            number = self._take_back_a_place(served)
-            room = self._rooms.get(number)
-            if room is not None and room.takes and room.free >= size:
+        load = self.find_load(queue)
+        size = load.size
+        while load.reservations:  # What one claim brings goes to few hosts, and travels to each in one message.
+            number = self._take_reservation(load)
+            host = self.hosts.get(number)
+            if host is not None and host.takes and host.free >= size:
                 return number
-        fits = [(room.free, -number) for number, room in self._rooms.items() if room.takes and room.free >= size]
+        fits = [(host.free, -number) for number, host in self.hosts.items() if host.takes and host.free >= size]
         return -max(fits)[1] if fits else None
 
-    def started(self, queue: str, room: int = 0) -> None:
-        served, place = self._find(queue), self._rooms[room]
-        served.running += 1
-        place.used += served.size
-        place.runs += 1
-        place.running[queue] = place.running.get(queue, 0) + 1
+    def _drop_if_over(self, number: int) -> None:
+        host = self.hosts[number]
+        if not (host.open or host.runs):
+            del self.hosts[number]
+
+    # Runs
+
+    def started(self, queue: str, number: int = 0) -> None:
+        """A run of this queue has started on this host."""
+        load, host = self.find_load(queue), self.hosts[number]
+        load.running += 1
+        host.used += load.size
+        host.runs += 1
+        host.running[queue] = host.running.get(queue, 0) + 1
         self.runs += 1
 
-    def gave_up(self, queue: str, room: int = 0) -> None:
-        """A run does not stop. It keeps its room, and nobody waits for that."""
-        stuck = self._rooms[room].stuck
+    def gave_up(self, queue: str, number: int = 0) -> None:
+        """A run on this host does not stop. It keeps its units, and no job is made to wait for them."""
+        stuck = self.hosts[number].stuck
         stuck[queue] = stuck.get(queue, 0) + 1
 
-    def ended(self, queue: str, room: int = 0, *, given_up: bool = False) -> None:
-        served, place = self._find(queue), self._rooms[room]
-        served.running -= 1
-        place.used -= served.size
-        place.runs -= 1
-        place.running[queue] -= 1
+    def finished(self, queue: str, number: int = 0, *, given_up: bool = False) -> None:
+        """A run of this queue on this host is over."""
+        load, host = self.find_load(queue), self.hosts[number]
+        load.running -= 1
+        host.used -= load.size
+        host.runs -= 1
+        host.running[queue] -= 1
         self.runs -= 1
         if given_up:
-            place.stuck[queue] -= 1
-        self._drop_if_over(room)
-        self._forget_if_over(served)
+            host.stuck[queue] -= 1
+        self._drop_if_over(number)
+        self.forget_if_over(load)
 
-    def take_in_hand(self, queue: str, *, alone: bool = False) -> None:
-        """A job was claimed and finds no room: it waits for one."""
-        served = self._find(queue)
-        served.in_hand += 1
-        served.suspects += alone
-        self._in_hand += 1
+    def add_unplaced(self, queue: str, *, isolated: bool = False) -> None:
+        """A job was claimed and no host can take it: it waits for one."""
+        load = self.find_load(queue)
+        load.unplaced += 1
+        load.suspects += 1 if isolated else 0
+        self._unplaced += 1
 
-    def out_of_hand(self, queue: str, *, alone: bool = False) -> None:
-        """It has found one, or was given back."""
-        served = self._find(queue)
-        served.in_hand -= 1
-        served.suspects -= alone
-        self._in_hand -= 1
-        self._forget_if_over(served)
+    def remove_unplaced(self, queue: str, *, isolated: bool = False) -> None:
+        """A job that waited for a host has one now, or was given back."""
+        load = self.find_load(queue)
+        load.unplaced -= 1
+        load.suspects -= 1 if isolated else 0
+        self._unplaced -= 1
+        self.forget_if_over(load)
 
-    def _drop_if_over(self, number: int) -> None:
-        room = self._rooms[number]
-        if not (room.open or room.runs):
-            del self._rooms[number]
+    # What is free
 
-    # Claims
+    def free_units(self) -> dict[int, int]:
+        """Units that are free on each host that takes runs, less those for jobs that wait for a host."""
+        free = {number: host.free for number, host in self.hosts.items() if host.takes}
+        if self._unplaced:
+            for load in [*self.served.values(), *self._leaving.values()]:
+                _take(free, load.size, load.unplaced - load.suspects)
+        return free
 
-    @property
-    def claiming(self) -> bool:
-        """Is a claim on its way?"""
-        return self._claims > 0
+    def runs_left(self) -> int:
+        """How many more runs `max_runs` allows."""
+        if self._max_runs is None:
+            return MAX_CLAIM * len(self.served)
+        claiming = sum(load.claiming for load in [*self.served.values(), *self._leaving.values()])
+        return self._max_runs - self.runs - self._unplaced - claiming
 
-    def plan(self, now: float) -> list[ClaimOrder]:
-        """What to claim. No two orders are for one queue, and together they fit."""
-        due = [
-            queue
-            for queue in self._served.values()
-            if queue.claim_at <= now and queue.rests_until <= now and not queue.asked and queue.suspects < MAX_SUSPECTS
-        ]
-        if not due:
-            return []
-        frees = self._frees()
-        if len(due) == 1 and not self._held and (fitting := self._fitting(due[0], frees)) > 0:
-            self._plans += 1
-            limit = _at_once(fitting)
-            self._reserve(due[0], frees, limit)
-            return self._ordered([ClaimOrder(due[0].queue, limit)])
-        orders = self._fill_held_rooms(due, frees, now)
-        ready = self._without_the_blocked([queue for queue in due if not queue.places], frees, now)
-        if not (ready or orders):
-            return []
-        self._plans += 1
-        return self._ordered(orders + self._shared_out(ready, frees, len(orders)))
+    def fitting(self, load: QueueLoad, free: dict[int, int]) -> int:
+        """How many more jobs of a queue fit into these free units."""
+        count = min(sum(units // load.size for units in free.values() if units > 0), self.runs_left(), MAX_CLAIM)
+        return count if load.concurrency is None else min(count, load.concurrency - load.running - load.unplaced)
 
-    def _shared_out(self, ready: list[QueueLoad], frees: dict[int, int], ordered: int) -> list[ClaimOrder]:
-        """What several queues get: the higher ones first, and now and then a lower one before them."""
-        orders: list[ClaimOrder] = []
-        runs_left = self._runs_left() - ordered
-        tiers = sorted({queue.priority for queue in ready}, reverse=True)
-        if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
-            below = [queue for queue in ready if queue.priority < tiers[0]]
-            longest = min(below, key=lambda queue: (queue.planned, queue.priority))
-            orders.append(ClaimOrder(longest.queue, 1))
-            self._reserve(longest, frees, 1)
-            runs_left -= 1
-            ready.remove(longest)
-        for tier in tiers:
-            shares = self._share([queue for queue in ready if queue.priority == tier], frees, runs_left)
-            runs_left -= sum(order.limit for order in shares)
-            orders += shares
-        return orders
+    def has_slot(self, load: QueueLoad) -> bool:
+        """Do `max_runs` and the queue's concurrency allow another run of it?"""
+        return self.runs_left() > 0 and (load.concurrency is None or load.running + load.unplaced < load.concurrency)
 
-    def _ordered(self, orders: list[ClaimOrder]) -> list[ClaimOrder]:
-        """These claims are on their way."""
-        for order in orders:
-            served = self._served[order.queue]
-            served.asked, served.planned, served.woken = order.limit, self._plans, False
-            served.passed_over, served.blocks_since = 0, NEVER
-            self._claims += 1
-        return orders
-
-    def claimed(self, queue: str, asked: int, got: int, claim_at: float) -> None:
-        """A claim came back. A full one may have left work; `claim_at` is when else there may be some."""
-        served = self._find(queue)
-        for number, units in served.places.items():
-            if number in self._rooms:
-                self._rooms[number].reserved -= units
-        served.places.clear()
-        self._claims -= served.asked > 0
-        served.asked = 0
-        served.claim_at = 0.0 if got >= asked or served.woken else claim_at
-        self._forget_if_over(served)
-
-    def next_claim_at(self, now: float) -> float:
-        """When the next claim is due, as far as is known. What is due by now and was not planned waits for a run's
-        end."""
-        times = [max(queue.claim_at, queue.rests_until) for queue in self._served.values()]
-        return min((at for at in times if at > now), default=NEVER)
-
-    @property
-    def idle(self) -> bool:
-        """No queue is known to have work, now or later."""
-        return all(queue.claim_at == NEVER for queue in self._served.values())
-
-    def full(self) -> list[str]:
-        """Queues that have no room. From any thread."""
-        frees = self._frees()
-        return [queue.queue for queue in list(self._served.values()) if self._fitting(queue, frees) <= 0]
-
-    def asleep(self, now: float) -> list[str]:
-        """Queues that have room and are not known to have work."""
-        frees = self._frees()
-        return [q.queue for q in self._served.values() if q.claim_at > now and self._fitting(q, frees) > 0]
-
-    def crowded(self, now: float) -> list[str]:
-        """Queues that should have work, of which nothing fits."""
-        frees = self._frees()
-        return [q.queue for q in self._served.values() if q.claim_at <= now and not q.asked and self._crowded(q, frees)]
-
-    def _frees(self) -> dict[int, int]:
-        """What is free in each room, less what was claimed and has no room yet."""
-        frees = {number: room.free for number, room in list(self._rooms.items()) if room.takes}
-        if self._in_hand:
-            for queue in [*self._served.values(), *self._leaving.values()]:
-                _take(frees, queue.size, queue.in_hand - queue.suspects)
-        return frees
-
-    def _reserve(self, served: QueueLoad, frees: dict[int, int], count: int) -> None:
-        """Hold room for what a claim may bring. There is one claim of a queue at a time."""
-        served.place_size = served.size
-        for number, jobs in _take(frees, served.size, count).items():
-            served.places[number] = jobs * served.size
-            self._rooms[number].reserved += jobs * served.size
-
-    def _take_back_a_place(self, served: QueueLoad) -> int:
-        """In the room in which most is reserved for it: a claim that brings few jobs brings them to different rooms."""
-        number = max(served.places, key=served.places.__getitem__)
-        served.places[number] -= served.place_size
-        if served.places[number] <= 0:
-            del served.places[number]
-        if number in self._rooms:
-            self._rooms[number].reserved -= served.place_size
-        return number
-
-    def _runs_left(self) -> int:
-        if self._most is None:
-            return MAX_CLAIM * len(self._served)
-        asked = sum(queue.asked for queue in [*self._served.values(), *self._leaving.values()])
-        return self._most - self.runs - self._in_hand - asked
-
-    def _fitting(self, queue: QueueLoad, frees: dict[int, int]) -> int:
-        """How many jobs of a queue fit."""
-        room = min(sum(free // queue.size for free in frees.values() if free > 0), self._runs_left(), MAX_CLAIM)
-        return room if queue.concurrency is None else min(room, queue.concurrency - queue.running - queue.in_hand)
-
-    def _has_slot(self, queue: QueueLoad) -> bool:
-        """May another of its jobs run, as far as numbers go?"""
-        return self._runs_left() > 0 and (
-            queue.concurrency is None or queue.running + queue.in_hand < queue.concurrency
+    def is_blocked(self, load: QueueLoad, free: dict[int, int]) -> bool:
+        """Does the next job of a queue not fit now, and would it fit if enough other runs ended?"""
+        return (
+            max(free.values(), default=0) < load.size
+            and any(self.can_ever_fit(load, number) for number, host in self.hosts.items() if host.takes)
+            and self.has_slot(load)
         )
 
-    def _crowded(self, queue: QueueLoad, frees: dict[int, int]) -> bool:
-        """Would its next job fit, if only enough of what runs ended?"""
-        rooms = [room for room in list(self._rooms.values()) if room.takes]
-        most = max((room.capacity - self._units(room.stuck) for room in rooms), default=0)
-        return max(frees.values(), default=0) < queue.size <= most and self._has_slot(queue)
+    def can_ever_fit(self, load: QueueLoad, number: int) -> bool:
+        """Would a job of this queue fit on this host, if all runs there ended that have not been given up?"""
+        host = self.hosts[number]
+        stuck = sum(count * self.find_load(queue).size for queue, count in host.stuck.items() if count)
+        return load.size <= host.capacity - stuck
 
-    def _units(self, runs: dict[str, int]) -> int:
-        return sum(count * self._find(queue).size for queue, count in runs.items() if count)
+    # Units for a claim on its way
 
-    def _without_the_blocked(self, due: list[QueueLoad], frees: dict[int, int], now: float) -> list[QueueLoad]:
-        """Queues that have room. Where a large job has waited long enough for some, only higher queues go on until
-        enough has ended, and at last not even those; but not for ever, it may be a long run that has to end."""
-        ready = [queue for queue in due if self._fitting(queue, frees) > 0]
-        blocked_by = -1
-        for queue in due:
-            if not self._crowded(queue, frees):
-                continue
-            queue.passed_over += 1
-            if queue.passed_over >= LOWER_FIRST_EVERY and len(frees) > 1:
-                self._hold_a_room(queue, frees, now)
-            elif queue.passed_over >= LOWER_FIRST_EVERY:
-                queue.blocks_since = min(queue.blocks_since, now)
-                if now - queue.blocks_since > MAX_BLOCK_S:
-                    queue.passed_over, queue.blocks_since = 0, NEVER
-                    continue
-                blocked_by = max(blocked_by, queue.priority)
-            if queue.passed_over >= LOWER_FIRST_EVERY**2:
-                return []
-        return [queue for queue in ready if queue.priority > blocked_by]
+    def reserve(self, load: QueueLoad, free: dict[int, int], count: int) -> None:
+        """Reserve units for the jobs that a claim may bring, and take them from `free`."""
+        load.reserved_units_per_job = load.size
+        for number, jobs in _take(free, load.size, count).items():
+            load.reservations[number] = jobs * load.size
+            self.hosts[number].reserved += jobs * load.size
 
-    def _hold_a_room(self, queue: QueueLoad, frees: dict[int, int], now: float) -> None:
-        """Give the emptiest room to nobody else, until a job of this queue fits into it. One room at a time, and then
-        none for a while: it is a floor for low queues, no more."""
-        if not self._held and self._plans >= self._hold_after:
-            emptiest = max(frees, key=frees.__getitem__)
-            self._held[emptiest] = queue.queue
-            queue.blocks_since = now
-            del frees[emptiest]
+    def release_reservations(self, load: QueueLoad) -> None:
+        """The claim has been answered: free what its jobs have not used."""
+        for number, units in load.reservations.items():
+            if number in self.hosts:
+                self.hosts[number].reserved -= units
+        load.reservations.clear()
 
-    def _fill_held_rooms(self, due: Sequence[QueueLoad], frees: dict[int, int], now: float) -> list[ClaimOrder]:
-        """Orders for queues whose room has become free enough. What is held and is not, is not there for others."""
-        orders: list[ClaimOrder] = []
-        for number, name in list(self._held.items()):
-            queue = self._served.get(name)
-            if queue is None or queue not in due or number not in frees:
-                del self._held[number]  # It found room elsewhere, or has no work; or the room is gone.
-            elif now - queue.blocks_since > MAX_BLOCK_S:
-                del self._held[number]
-                self._hold_after = self._plans + LOWER_FIRST_EVERY
-                queue.passed_over, queue.blocks_since = 0, NEVER
-            elif frees[number] >= queue.size and self._has_slot(queue):
-                del self._held[number]
-                self._hold_after = self._plans + LOWER_FIRST_EVERY
-                frees[number] -= queue.size
-                queue.places[number] = queue.place_size = queue.size
-                self._rooms[number].reserved += queue.size
-                orders.append(ClaimOrder(name, 1))
-            else:
-                del frees[number]
-        return orders
-
-    def _share(self, tier: Sequence[QueueLoad], frees: dict[int, int], runs_left: int) -> list[ClaimOrder]:
-        """Equal parts for the queues of one priority; what one leaves goes to those after it. The queue with the
-        fewest runs is served first."""
-        orders: list[ClaimOrder] = []
-        left = sorted(tier, key=lambda queue: (queue.running * queue.size, queue.planned))
-        while left and runs_left > 0 and (free := sum(free for free in frees.values() if free > 0)) > 0:
-            queue = left.pop(0)
-            share = max(1, free // (len(left) + 1) // queue.size)
-            limit = min(self._fitting(queue, frees), share, runs_left)
-            if limit > 0:
-                orders.append(ClaimOrder(queue.queue, limit))
-                self._reserve(queue, frees, limit)
-                runs_left -= limit
-        return orders
+    def _take_reservation(self, load: QueueLoad) -> int:
+        """The host in which most is reserved for a queue: so a claim that brings few jobs spreads them over hosts."""
+        number = max(load.reservations, key=load.reservations.__getitem__)
+        load.reservations[number] -= load.reserved_units_per_job
+        if load.reservations[number] <= 0:
+            del load.reservations[number]
+        if number in self.hosts:
+            self.hosts[number].reserved -= load.reserved_units_per_job
+        return number
 
 
-def _at_once(fitting: int) -> int:
-    """How many of the jobs that fit are claimed now."""
-    return min(fitting, max(fitting // 2, LARGE_CLAIM))
-
-
-def _take(frees: dict[int, int], size: int, count: int) -> dict[int, int]:
-    """Use up room for some jobs, each where most is free: how many in which room."""
-    if len(frees) == 1:
-        (number,) = frees
-        frees[number] -= size * count
+def _take(free: dict[int, int], size: int, count: int) -> dict[int, int]:
+    """Use up units for some jobs, each on the host where most is free: how many jobs on which host."""
+    if len(free) == 1:
+        (number,) = free
+        free[number] -= size * count
         return {number: count}
     taken: dict[int, int] = {}
-    for _ in range(count if frees else 0):
-        number = max(frees, key=frees.__getitem__)
-        frees[number] -= size
+    for _ in range(count if free else 0):
+        number = max(free, key=free.__getitem__)
+        free[number] -= size
         taken[number] = taken.get(number, 0) + 1
     return taken

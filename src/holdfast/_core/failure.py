@@ -1,4 +1,6 @@
-"""Exceptions as data: what is stored of one, and what it says of itself. Whatever it is, reading it never fails."""
+"""Failures as data: what is stored of an exception, and what a fail handler's job carries. Reading an exception never
+fails, whatever its class does.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,28 @@ import concurrent.futures.thread
 import traceback
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from holdfast._core import retry_policy
+from holdfast._core.jobs import Job, Work
 from holdfast._core.options import to_at, to_ms
 from holdfast.errors import JobError, Retry
 
-_OURS = {str(Path(__file__).parents[1] / "_worker" / "handler.py"), concurrent.futures.thread.__file__}
-"""Where frames come from that are the same for every run."""
+MAX_MESSAGE = 4_096
+"""Characters of an error's message that are stored: the first ones."""
+MAX_TRACEBACK = 16_384
+"""Characters of a traceback that are stored: the last ones."""
+MAX_FOLLOW_UP_BYTES = 524_288
+"""A failed job's payload travels to its fail handler unless it is larger; then the handler's run looks it up."""
+
+_hidden_files = {concurrent.futures.thread.__file__}
+"""Files whose frames are the same for every run, and are left out of stored tracebacks."""
+
+
+def hide_frames_of(file: str) -> None:
+    """Leave the frames of this file out of stored tracebacks: for the modules that call handlers, at import."""
+    _hidden_files.add(file)
 
 
 def error_from_exception(error: BaseException, kind: Literal["permanent", "retriable", "timeout"]) -> JobError:
@@ -29,17 +42,17 @@ def error_from_exception(error: BaseException, kind: Literal["permanent", "retri
     details = safe_getattr(error, "details")
     if details is not None:
         try:
-            if len(msgspec.json.encode(details)) > retry_policy.MAX_TRACEBACK:
+            if len(msgspec.json.encode(details)) > MAX_TRACEBACK:
                 details = None
         except (TypeError, ValueError, RecursionError):
             details = None
     name = type(error).__qualname__
-    told = JobError(type=name, message=message, kind=kind, traceback=text, details=details)
-    return retry_policy.cut(msgspec.structs.replace(told, message=_clean(message), traceback=_clean(text)))
+    stored = JobError(type=name, message=message, kind=kind, traceback=text, details=details)
+    return truncate_error(msgspec.structs.replace(stored, message=_clean(message), traceback=_clean(text)))
 
 
 def safe_getattr(error: BaseException, name: str) -> Any:
-    """An attribute of somebody's exception; None if it has none, or if asking for it fails."""
+    """An attribute of any exception; None if it has none, or if reading it fails."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -47,20 +60,20 @@ def safe_getattr(error: BaseException, name: str) -> Any:
 
 
 def _traceback(error: BaseException) -> str:
-    """A traceback without the frames that are ours: they are the same for every run, and say nothing."""
+    """A traceback without the frames that are the same for every run."""
     try:
-        told = traceback.TracebackException.from_exception(error)
-        for part in _parts(told):
-            part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _OURS])
-        return "".join(told.format())
+        shown = traceback.TracebackException.from_exception(error)
+        for part in _parts(shown):
+            part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _hidden_files])
+        return "".join(shown.format())
     except Exception:
         return "(its traceback could not be made)"
 
 
-def _parts(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+def _parts(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """A traceback, and those of what caused it."""
-    yield told
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+    yield shown
+    for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
         if other is not None:
             yield from _parts(other)
 
@@ -81,3 +94,74 @@ def retry_time(error: BaseException) -> tuple[int | None, int | None]:
     if isinstance(at, int | float) and not isinstance(at, bool) and 0 < at < 4_102_444_800:
         return None, round(at * 1_000_000)
     return None, None
+
+
+# Stored errors
+
+
+def encode_error(error: JobError) -> bytes:
+    return msgspec.json.encode(error)
+
+
+def decode_error(data: bytes | None) -> JobError:
+    """The error in a record; one that another program wrote there becomes an `Error` with its text."""
+    try:
+        return msgspec.json.decode(data or b"", type=JobError)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return JobError(type="Error", message=(data or b"").decode("utf-8", "replace")[:MAX_MESSAGE])
+
+
+def truncate_error(error: JobError) -> JobError:
+    """An error that is short enough to be stored."""
+    if len(error.message) <= MAX_MESSAGE and len(error.traceback) <= MAX_TRACEBACK:
+        return error
+    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
+    return msgspec.structs.replace(error, message=message, traceback=error.traceback[-MAX_TRACEBACK:])
+
+
+class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
+    """The payload of a fail handler's job. Its own id names the failed job: `id@generation`."""
+
+    error: JobError
+    run_at: int
+    attempts: int
+    retries: int
+    stalls: int
+    timeouts: int
+    codec: str
+    form: Literal["json", "base64", "left"]
+    """How the payload travels: as the JSON that it is, as bytes, or not at all, because it is large. Then it is still
+    in the failed record."""
+    payload: msgspec.Raw
+
+
+def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
+    """The job of the fail handler. It keeps its priority."""
+    payload = job.work.payload or b""
+    form: Literal["json", "base64", "left"] = "base64"
+    if not carry or len(payload) > MAX_FOLLOW_UP_BYTES:
+        form = "left"
+    elif job.work.codec == "json" and _is_json(payload):
+        form = "json"
+    raw = payload if form == "json" else msgspec.json.encode(b"" if form == "left" else payload)
+    data = FollowUp(
+        error=error,
+        run_at=job.run_at,
+        attempts=job.attempts,
+        retries=job.retries,
+        stalls=job.stalls,
+        timeouts=job.timeouts,
+        codec=job.work.codec,
+        form=form,
+        payload=msgspec.Raw(raw),
+    )
+    return Work(msgspec.json.encode(data), "json", job.work.priority)
+
+
+def _is_json(payload: bytes) -> bool:
+    """Raw JSON goes out as it came in: what is not JSON would spoil the whole."""
+    try:
+        msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

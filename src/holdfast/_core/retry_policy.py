@@ -1,5 +1,5 @@
-"""What becomes of a run: limits, backoff, permanent or not, fail handler or not. Pure: no I/O, no clock, no dice of its
-own. The storage obeys what is decided here.
+"""How a run is settled: limits, backoff, permanent or not, fail handler or not. Pure: no I/O, no clock, and the random
+generator is an argument. The storage obeys what is decided here.
 
 `admit` judges a job that was claimed, `verdict` a run that ended.
 """
@@ -11,14 +11,10 @@ from typing import Literal
 
 import msgspec
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, Value, Work
+from holdfast._core.failure import MAX_MESSAGE, decode_error, encode_error, follow_up
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, Value
+from holdfast._core.text import format_times
 from holdfast.errors import ErrorKind, JobError
-
-MAX_MESSAGE = 4_096
-MAX_TRACEBACK = 16_384
-"""Characters of an error that are stored: its head, and the tail of its traceback."""
-MAX_FOLLOW_UP_BYTES = 524_288
-"""A failed job's payload travels to its fail handler unless it is larger; then it is looked up."""
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +84,7 @@ class TimedOut(Value, frozen=True, tag="timed out"):
 
 
 class Crashed(Value, frozen=True, tag="crashed"):
-    """The process of the run died. Which of the runs in it did that, nobody can tell."""
+    """The process of the run died. It is not known which of its runs was the cause."""
 
     error: JobError
 
@@ -107,12 +103,12 @@ def admit(job: Job, policy: Policy) -> Fail | None:
     if not (job.stalls or job.timeouts or job.retries):
         return None
     if _over(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
-        error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {_times(job.stalls)}")
+        error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {format_times(job.stalls)}")
         return _fail(job, error, policy)
     if _over(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
-        return _fail(job, _last(job, "timeout", f"it timed out {_times(job.timeouts)}"), policy)
+        return _fail(job, _last(job, "timeout", f"it timed out {format_times(job.timeouts)}"), policy)
     if _over(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
-        return _fail(job, _last(job, "retriable", f"it was retried {_times(job.retries)}"), policy)
+        return _fail(job, _last(job, "retriable", f"it was retried {format_times(job.retries)}"), policy)
     return None
 
 
@@ -163,14 +159,14 @@ def backoff_ms(count: int, policy: Policy, rng: random.Random) -> int:
     return rng.randint(min(least, most), max(least, most))
 
 
-def smaller(job: Job, refused: Settlement, policy: Policy, why: str) -> list[Settlement]:
+def shrink_settlement(job: Job, refused: Settlement, policy: Policy, why: str) -> list[Settlement]:
     """Ever smaller settlements in place of one that the storage refused, most likely as too large. A result that does
     not fit fails its job; an error is cut, and at last left out."""
     if isinstance(refused, Release):
         return []
     if isinstance(refused, Complete):
         error = JobError(type="PayloadRejected", kind="permanent", message=why[:MAX_MESSAGE])
-        return [_fail(job, error, policy), *smaller(job, _fail(job, error, policy), policy, why)]
+        return [_fail(job, error, policy), *shrink_settlement(job, _fail(job, error, policy), policy, why)]
     error = decode_error(refused.error)
     brief = msgspec.structs.replace(error, message=error.message[:200], traceback="", details=None)
     least = JobError(type=error.type[:40], message="", kind=error.kind, attempts=error.attempts)
@@ -191,65 +187,6 @@ def timeout_ms(job: Job, policy: Policy) -> int | None:
 def fence_of(job: Job) -> int:
     assert job.run is not None
     return job.run.fence
-
-
-def encode_error(error: JobError) -> bytes:
-    return msgspec.json.encode(error)
-
-
-def decode_error(data: bytes | None) -> JobError:
-    """The error in a record, also one that somebody else wrote there."""
-    try:
-        return msgspec.json.decode(data or b"", type=JobError)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return JobError(type="Error", message=(data or b"").decode("utf-8", "replace")[:MAX_MESSAGE])
-
-
-def cut(error: JobError) -> JobError:
-    """An error that is short enough to be stored."""
-    if len(error.message) <= MAX_MESSAGE and len(error.traceback) <= MAX_TRACEBACK:
-        return error
-    message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
-    return msgspec.structs.replace(error, message=message, traceback=error.traceback[-MAX_TRACEBACK:])
-
-
-class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
-    """The payload of a fail handler's job. Which job failed is said by its own id: `id@generation`."""
-
-    error: JobError
-    run_at: int
-    attempts: int
-    retries: int
-    stalls: int
-    timeouts: int
-    codec: str
-    form: Literal["json", "base64", "left"]
-    """How the payload travels: as the JSON that it is, as bytes, or not at all, because it is large. Then it is still
-    in the failed record."""
-    payload: msgspec.Raw
-
-
-def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
-    """The job of the fail handler. It keeps its priority."""
-    payload = job.work.payload or b""
-    form: Literal["json", "base64", "left"] = "base64"
-    if not carry or len(payload) > MAX_FOLLOW_UP_BYTES:
-        form = "left"
-    elif job.work.codec == "json" and _is_json(payload):
-        form = "json"
-    raw = payload if form == "json" else msgspec.json.encode(b"" if form == "left" else payload)
-    told = FollowUp(
-        error=error,
-        run_at=job.run_at,
-        attempts=job.attempts,
-        retries=job.retries,
-        stalls=job.stalls,
-        timeouts=job.timeouts,
-        codec=job.work.codec,
-        form=form,
-        payload=msgspec.Raw(raw),
-    )
-    return Work(msgspec.json.encode(told), "json", job.work.priority)
 
 
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
@@ -290,16 +227,3 @@ def _last(job: Job, kind: ErrorKind, message: str) -> JobError:
     if job.error is None:
         return JobError(type="LimitReached", kind=kind, message=message)
     return msgspec.structs.replace(decode_error(job.error), kind=kind)
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _is_json(payload: bytes) -> bool:
-    """Raw JSON goes out as it came in: what is not JSON would spoil the whole."""
-    try:
-        msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return True

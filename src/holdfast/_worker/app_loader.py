@@ -1,4 +1,4 @@
-"""Where an app is found: `module:name`. What the command line is given, and what a child process imports."""
+"""Importing an app by its target, `module:name`: for the command line and for child processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.errors import OptionError
 A = TypeVar("A")
 
 
-def load(target: str, kind: type[A]) -> A:
-    """Import an app, which is of this kind. Raises OptionError, with the traceback of the user's own code if that
+def import_app(target: str, kind: type[A]) -> A:
+    """Import an app, which must be of this class. Raises OptionError, with the traceback of the user's code if that
     failed."""
-    module, name = split(target)
+    module, name = parse_target(target)
     imported = _import(module, target)
     if not name:
         return _the_only_app(imported, target, kind)
@@ -28,12 +28,12 @@ def load(target: str, kind: type[A]) -> A:
         except AttributeError:
             raise OptionError(f"{target}: module {module} has no {name!r}{_apps_in(imported, kind)}") from None
     if not isinstance(found, kind):
-        raise OptionError(f"{target} is no {kind.__name__} app, but {found!r:.80}{_apps_in(imported, kind)}")
+        raise OptionError(f"{target} is not a Holdfast app, but {found!r:.80}{_apps_in(imported, kind)}")
     return found
 
 
-def split(target: str) -> tuple[str, str]:
-    """The module, and the name in it."""
+def parse_target(target: str) -> tuple[str, str]:
+    """The module of a target, and the name in it, which is empty if only a module is named."""
     module, _, name = target.partition(":")
     parts = [*module.split("."), *(name.split(".") if name else [])]
     if not all(part.isidentifier() for part in parts):
@@ -41,8 +41,8 @@ def split(target: str) -> tuple[str, str]:
     return module, name
 
 
-def find(app: object) -> str:
-    """Where another process finds this app. It must be at the top of a module."""
+def locate_app(app: object) -> str:
+    """The target by which another process imports this app. It must be at the top of a module."""
     for module_name, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is app and name.isidentifier():
@@ -66,12 +66,14 @@ def _import(module: str, target: str) -> ModuleType:
 
 
 def _failed(module: str, error: BaseException) -> str:
-    """The user's own frames, without those of the import machinery."""
-    told = traceback.TracebackException.from_exception(error)
-    ours = str(Path(__file__).parents[1])
-    own = [frame for frame in told.stack if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
-    told.stack = traceback.StackSummary.from_list(own)
-    return f"module {module} could not be imported:\n{''.join(told.format()).rstrip()}"
+    """The user's frames, without those of the import machinery."""
+    shown = traceback.TracebackException.from_exception(error)
+    package = str(Path(__file__).parents[1])
+    frames = [
+        frame for frame in shown.stack if "importlib" not in frame.filename and not frame.filename.startswith(package)
+    ]
+    shown.stack = traceback.StackSummary.from_list(frames)
+    return f"module {module} could not be imported:\n{''.join(shown.format()).rstrip()}"
 
 
 def _the_only_app(module: ModuleType, target: str, kind: type[A]) -> A:

@@ -1,6 +1,6 @@
 """Runs as their worker sees them: a job that it has leased, where it runs, and when it must end.
 
-`Executor` is where runs go on: `inline.Inline` on the worker's own loop, `pool.Pool` in child processes. A run that is
+`Executor` is where runs go on: `inline.Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has
 to end is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
 """
 
@@ -8,42 +8,58 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Literal, NamedTuple
-
-import msgspec
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from holdfast._core.capacity import NEVER, Capacity
-from holdfast._core.events import EventKind
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, fence_of, is_suspect, timeout_ms
-from holdfast.errors import JobError
+from holdfast._worker.telemetry import OnEvent
+
+if TYPE_CHECKING:
+    from holdfast._worker.context import WorkerContext
 
 StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 
+class LeaseClock:
+    """The fields of a run that two threads write: the worker's event loop and the heartbeat.
+
+    Each assignment is atomic, and no decision depends on both fields.
+    """
+
+    __slots__ = ("extended_at", "progress")
+
+    def __init__(self, extended_at: float) -> None:
+        self.extended_at = extended_at
+        """When the last claim or extend that succeeded was sent: the lease lasts at least its length from then on.
+        The claim's time is set by the loop; afterwards only the heartbeat writes and reads it."""
+        self.progress: bytes | None = None
+        """The newest progress that has not been sent. The loop (or a handler's thread) writes it; the heartbeat
+        sends it and puts None in its place, unless a newer one has come."""
+
+
 class Run:
-    """A job that this worker has leased."""
+    """A job that this worker has leased. Only the worker's event loop writes these fields; the heartbeat reads some."""
 
     __slots__ = (
-        *("alone", "done", "extended_at", "given_up", "held", "job", "key", "overdue", "progress", "queue", "room"),
-        *("started_at", "stopping", "config", "timers", "times_out_at"),
+        *("config", "done", "given_up", "held", "host", "isolated", "job", "key", "lease", "overdue", "queue"),
+        *("started_at", "stopping", "timers", "times_out_at"),
     )
 
-    def __init__(self, config: QueueConfig, job: Job, extended_at: float) -> None:
+    def __init__(self, config: QueueConfig, job: Job, claimed_at: float) -> None:
         self.config = config
         self.job = job
         self.queue = config.queue
         self.key = (config.queue, job.id, fence_of(job))
-        self.room: int | None = None
-        """Where it runs; None while it waits for a room."""
+        self.lease = LeaseClock(claimed_at)
+        self.host: int | None = None
+        """Number of the host in which it runs; None while it waits for one."""
         self.started_at: float | None = None
-        self.extended_at = extended_at
-        """When the last claim or extend that succeeded was sent: from then on the lease lasted its length."""
-        self.alone = is_suspect(job, config.policy)
-        """It must have no neighbours."""
+        self.isolated = is_suspect(job, config.policy)
+        """It must be the only run of its process."""
         self.held = True
-        """The lease is ours, and nothing was decided about it yet."""
+        """The lease is ours, and how to settle it has not been decided yet."""
         self.done = False
         self.stopping: StopReason | None = None
         """Why it was asked to end."""
@@ -51,96 +67,69 @@ class Run:
         """It was asked to end, and did not in time."""
         self.given_up = False
         """It does not end, and cannot be killed."""
-        self.progress: bytes | None = None
         self.times_out_at = NEVER
         self.timers: list[asyncio.TimerHandle] = []
-        """Of a run that is asked to end."""
-
-
-class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
-    `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`."""
-
-    kind: EventKind
-    queue: str
-    id: str
-    attempt: int
-    seconds: float = 0.0
-    """How long the run took."""
-    error: JobError | None = None
-
-
-OnEvent = Callable[[RunEvent], Any]
-
-
-class Listener(NamedTuple):
-    """Who is told what goes on in an executor."""
-
-    ended: Callable[[Run, Ended], None]
-    """A run is over."""
-    stuck: Callable[[Run], None]
-    """A run does not end, and cannot be killed."""
-    reported: Callable[[], None]
-    """There is progress to tell."""
-    changed: Callable[[], None]
-    """There may be room."""
+        """Timers of a run that was asked to end."""
 
 
 class Executor(ABC):
-    """Starts and stops runs, and says what became of them."""
+    """Starts and stops runs, and reports to the worker when one is finished."""
 
     name: ClassVar[str]
-    room_capacity: ClassVar[int]
+    host_capacity: ClassVar[int]
+    """Units of one host."""
     kill_allowance_s: float = 0.0
     """How much longer than its `cancel_grace` a run may take to be gone."""
 
     def __init__(self) -> None:
-        self._fleet: Capacity
-        self._to: Listener
+        self._context: WorkerContext
+        self._capacity: Capacity
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
-        """One timer for all runs: it rings when the first of them may have to be stopped."""
+        """One timer for all runs: it fires when the first of them may have to be stopped."""
 
-    async def open(self, fleet: Capacity, to: Listener) -> None:
+    async def open(self, context: WorkerContext) -> None:
         """Get ready to work for a worker."""
-        self._fleet, self._to = fleet, to
+        self._context = context
+        self._capacity = context.claimer.capacity
 
     @abstractmethod
     async def watch(self) -> None:
-        """Wait, and raise if it breaks down."""
+        """Wait, and raise if the executor breaks down."""
 
     def wind_down(self) -> None:  # noqa: B027 -- most have nothing to do.
         """The worker stops: begin nothing that is not needed for what runs."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let everything go."""
+        """End everything that the executor has started."""
 
     @property
-    def hooks(self) -> list[OnEvent]:
-        """Who else wants to hear of events."""
+    def event_hooks(self) -> list[OnEvent]:
+        """Event hooks that the executor adds to those of the worker."""
         return []
 
     @property
     @abstractmethod
-    def config(self) -> Iterable[QueueConfig]:
-        """What can be run here."""
+    def configs(self) -> Iterable[QueueConfig]:
+        """The queues that can be run here."""
 
     @property
     def runs(self) -> list[Run]:
-        """What has begun and has not ended, whoever has its lease by now."""
+        """Runs that were started here and have not finished, with or without their lease."""
         return list(self._runs)
 
     @abstractmethod
-    def start(self, run: Run) -> None: ...
+    def start(self, run: Run) -> None:
+        """Start a run, or have it wait for a host."""
 
     @abstractmethod
-    def _ask(self, run: Run, why: StopReason) -> None:
-        """Tell a run to end."""
+    def _ask_to_stop(self, run: Run, why: StopReason) -> None:
+        """Ask a run to end."""
 
     @abstractmethod
-    def _past_its_grace(self, run: Run) -> None:
-        """A run was told to end, and has not."""
+    def _grace_over(self, run: Run) -> None:
+        """A run was asked to end, and has not within its `cancel_grace`."""
 
     @abstractmethod
     def _kill(self, run: Run) -> None:
@@ -157,25 +146,26 @@ class Executor(ABC):
             return
         run.stopping = why
         run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._is_late, run))
-        self._ask(run, why)
+        self._ask_to_stop(run, why)
 
     def _is_late(self, run: Run) -> None:
         if not run.done:
             run.overdue = True
-            self._past_its_grace(run)
+            self._grace_over(run)
 
-    def _began(self, run: Run, room: int) -> None:
+    def _started(self, run: Run, host: int) -> None:
+        """A run has started on this host."""
         loop = asyncio.get_running_loop()
-        run.room, run.started_at = room, loop.time()
+        run.host, run.started_at = host, loop.time()
         self._runs.add(run)
-        self._fleet.started(run.queue, room)
+        self._capacity.started(run.queue, host)
         limit_ms = timeout_ms(run.job, run.config.policy)
         if limit_ms is not None:
             run.times_out_at = run.started_at + limit_ms / 1000
             if self._next_timeout is None or run.times_out_at < self._next_timeout.when():
-                self._look_for_timeouts_at(run.times_out_at)
+                self._check_timeouts_at(run.times_out_at)
 
-    def _look_for_timeouts_at(self, at: float) -> None:
+    def _check_timeouts_at(self, at: float) -> None:
         if self._next_timeout is not None:
             self._next_timeout.cancel()
         self._next_timeout = asyncio.get_running_loop().call_at(at, self._stop_timed_out, at)
@@ -187,14 +177,19 @@ class Executor(ABC):
                 self.stop(run, "timeout")
         next_at = min((run.times_out_at for run in self._runs if run.times_out_at > now), default=NEVER)
         if next_at < NEVER:
-            self._look_for_timeouts_at(next_at)
+            self._check_timeouts_at(next_at)
 
-    def _finish(self, run: Run, ended: Ended) -> None:
+    def progressed(self, run: Run, progress: bytes) -> None:
+        """A run has new progress, for the next heartbeat. From any thread."""
+        run.lease.progress = progress
+        self._context.heartbeat.nudge()
+
+    def finished(self, run: Run, ended: Ended) -> None:
         """A run is over, and nothing of it is left."""
         run.done = True
         self._runs.discard(run)
         for timer in run.timers:
             timer.cancel()
-        if run.room is not None:
-            self._fleet.ended(run.queue, run.room, given_up=run.given_up)
-        self._to.ended(run, ended)
+        if run.host is not None:
+            self._capacity.finished(run.queue, run.host, given_up=run.given_up)
+        self._context.finished(run, ended)

@@ -1,40 +1,36 @@
-"""One run, inside the process that does it: decode, middleware, handler, `after_execution`. What comes out is a value.
-
-`current_job()` is what a handler knows of its run.
+"""A handler and what surrounds it: the function that runs the jobs of a queue, the job that it runs (`current_job()`),
+what a fail handler gets, and the hooks of an app. `run.py` runs it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-import inspect
 import logging
-import random
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from holdfast._core import retry_policy as decisions
 from holdfast._core.arguments import Arguments, UnknownParameter, is_async
 from holdfast._core.codec import Codecs
-from holdfast._core.failure import error_from_exception, retry_time, safe_getattr
-from holdfast._core.jobs import Complete, Fail, Job
-from holdfast._core.options import Seconds, to_ms
-from holdfast._core.retry_policy import Crashed, Ended, FollowUp, QueueConfig, Raised, Returned, Stopped, TimedOut
+from holdfast._core.failure import FollowUp, hide_frames_of
+from holdfast._core.jobs import Job
+from holdfast._core.options import Seconds
+from holdfast._core.retry_policy import QueueConfig
 from holdfast._worker.executor import StopReason
-from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
+from holdfast._worker.telemetry import awaited, log_error
+from holdfast.errors import HoldfastError, JobError, PayloadRejected
 
 log = logging.getLogger("holdfast")
+hide_frames_of(__file__)
 
-LEFT = object()
-"""In place of a payload that has to be looked up."""
+LEFT_IN_RECORD = object()
+"""In place of a payload that was too large to travel, and is in the failed record."""
 
 MAX_PROGRESS_BYTES = 65_536
 
-_current: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
+running: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
 
 
 class CurrentJob:
@@ -70,14 +66,14 @@ class CurrentJob:
     def progress(self, value: object) -> None:
         """Say how far the run is: any JSON value. Whoever looks at the job sees the newest, within about a second."""
         try:
-            told = msgspec.json.encode(value)
+            data = msgspec.json.encode(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise PayloadRejected(f"progress of job {self.id!r:.80} cannot be sent as JSON: {error}") from error
-        if len(told) > MAX_PROGRESS_BYTES:
+        if len(data) > MAX_PROGRESS_BYTES:
             raise PayloadRejected(
-                f"progress of job {self.id!r:.80} has {len(told)} bytes, at most {MAX_PROGRESS_BYTES}"
+                f"progress of job {self.id!r:.80} has {len(data)} bytes, at most {MAX_PROGRESS_BYTES}"
             )
-        self._report(told)
+        self._report(data)
 
     def __repr__(self) -> str:
         return f"<job {self.id!r} of {self.queue}, attempt {self.attempt}>"
@@ -86,13 +82,13 @@ class CurrentJob:
 def current_job() -> CurrentJob:
     """The job that is being run here. Works in async and sync handlers and in whatever they call."""
     try:
-        return _current.get()
+        return running.get()
     except LookupError:
         raise HoldfastError("current_job() is for handlers: no job is being run here") from None
 
 
 class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The job that a fail handler is told of."""
+    """The failed job, as its fail handler sees it."""
 
     queue: str
     id: str
@@ -170,30 +166,33 @@ class Handler:
 
     def _read_failure(self, job: Job, payload: bytes) -> Failure:
         assert self.fails_for is not None
-        told = self.codecs.decode("the failure", payload, "json", FollowUp)
+        follow_up = self.codecs.decode("the failure", payload, "json", FollowUp)
         id, _, generation = job.id.rpartition("@")
-        given: Any = bytes(told.payload)
+        given: Any = bytes(follow_up.payload)
         try:
-            if told.form != "json":
-                given = msgspec.json.decode(told.payload, type=bytes)
-            given = LEFT if told.form == "left" else self.fails_for.decode(self.codecs.get(told.codec), given)
+            if follow_up.form != "json":
+                given = msgspec.json.decode(follow_up.payload, type=bytes)
+            if follow_up.form == "left":
+                given = LEFT_IN_RECORD
+            else:
+                given = self.fails_for.decode(self.codecs.get(follow_up.codec), given)
         except (HoldfastError, UnknownParameter):
             pass  # It may have failed because of this. The handler gets the bytes.
         failed = FailedJob(
             queue=self.fails_for.name,
             id=id,
             generation=int(generation),
-            run_at=told.run_at,
-            attempts=told.attempts,
-            retries=told.retries,
-            stalls=told.stalls,
-            timeouts=told.timeouts,
+            run_at=follow_up.run_at,
+            attempts=follow_up.attempts,
+            retries=follow_up.retries,
+            stalls=follow_up.stalls,
+            timeouts=follow_up.timeouts,
         )
-        return Failure(payload=given, job=failed, error=told.error)
+        return Failure(payload=given, job=failed, error=follow_up.error)
 
 
 class AppHooks:
-    """What an app puts around its handlers."""
+    """The hooks of an app: middleware, after-execution hooks, error hooks."""
 
     def __init__(self, *, find: Callable[[str, str], Awaitable[Job | None]] | None = None) -> None:
         self.middleware: list[Middleware] = []
@@ -203,7 +202,7 @@ class AppHooks:
         """Reads a record, given its queue and its id."""
 
     async def report_error(self, error: BaseException, where: str) -> None:
-        """Something failed that is no job's own failure: tell the error hooks, or the log if there is none."""
+        """Report an error that is not a job's own failure to the error hooks, or to the log if there is none."""
         try:
             for hook in self.errors:
                 await awaited(hook(error, where))
@@ -211,219 +210,4 @@ class AppHooks:
                 return
         except (Exception, SystemExit) as wrong:
             log.exception("an on_error hook failed", exc_info=wrong)
-        log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
-
-
-async def awaited(value: Any) -> Any:
-    """What a hook gave, whether it is async or not."""
-    return await value if inspect.isawaitable(value) else value
-
-
-def interrupted(error: BaseException | None, current: CurrentJob) -> Ended:
-    """What a run ended in that `perform` could not see to its end: cancelled before it began, or worse."""
-    return _cancelled(current) if error is None else _raised(error, current)
-
-
-async def perform(
-    job: Job,
-    current: CurrentJob,
-    handler: Handler,
-    around: AppHooks,
-    threads: Executor,
-) -> Ended:
-    """Run one job, whatever its handler does. Never raises, but for what ends the whole program."""
-    _current.set(current)
-    started = asyncio.get_running_loop().time()
-    arguments: Any = None
-    value: Any = None
-    try:
-        arguments = handler.read(job)
-        if isinstance(arguments, Failure) and arguments.payload is LEFT:
-            arguments = await _with_payload(arguments, handler, around)
-        value = await _call(handler, arguments, current, around.middleware, threads)
-        ended: Ended = _returned(handler, value)
-    except asyncio.CancelledError:
-        ended = _cancelled(current)
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # SystemExit, too: a handler does not end its worker.
-        ended = _raised(error, current)
-    if around.after and not isinstance(ended, Stopped | Crashed):
-        seconds = asyncio.get_running_loop().time() - started
-        ended = await _after(job, ended, handler, around, arguments, value, seconds)
-    return ended
-
-
-class Probed:
-    """Awaits a coroutine, and says when each of its steps begins and ends."""
-
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Ended], begins: Callable[[], None], ends: Callable[[], None]
-    ) -> None:
-        self._coroutine = coroutine
-        self._begins, self._ends = begins, ends
-
-    def __await__(self) -> Generator[Any, None, Ended]:
-        steps = self._coroutine.__await__()
-        error: BaseException | None = None
-        while True:
-            self._begins()
-            try:
-                wish = next(steps) if error is None else steps.throw(error)
-            except StopIteration as returned:
-                ended: Ended = returned.value
-                return ended
-            finally:
-                self._ends()
-            try:
-                yield wish
-                error = None
-            except GeneratorExit:
-                steps.close()
-                raise
-            except BaseException as thrown:
-                error = thrown
-
-
-async def _with_payload(failure: Failure, handler: Handler, around: AppHooks) -> Failure:
-    """The payload was too large to travel along. It is in the failed record, unless that has run again or is gone."""
-    assert handler.fails_for is not None
-    job = None if around.find is None else await around.find(failure.job.queue, failure.job.id)
-    payload: Any = None
-    if job is not None and job.generation == failure.job.generation:
-        payload = job.work.payload
-        try:
-            payload = handler.fails_for.decode(handler.codecs.get(job.work.codec), payload or b"")
-        except (HoldfastError, UnknownParameter):
-            pass  # The handler gets the bytes.
-    return msgspec.structs.replace(failure, payload=payload)
-
-
-async def _call(
-    handler: Handler, arguments: Any, current: CurrentJob, middleware: Sequence[Middleware], threads: Executor
-) -> Any:
-    args, kwargs = handler.call_with(arguments)
-    function = handler.arguments.function
-    if handler.is_async and not middleware:
-        return await function(*args, **kwargs)
-
-    async def innermost() -> Any:
-        if handler.is_async:
-            return await function(*args, **kwargs)
-        context = contextvars.copy_context()
-        loop = asyncio.get_running_loop()
-        current.on_loop = False
-        try:
-            value = await loop.run_in_executor(threads, lambda: context.run(_in_thread, function, args, kwargs))
-        finally:
-            current.on_loop = True
-        if inspect.iscoroutine(value) and current.stopping is not None:
-            value.close()
-            raise asyncio.CancelledError
-        return await awaited(value)
-
-    proceed: Proceed = innermost
-    for layer in reversed(middleware):
-        proceed = _around(layer, current, proceed)
-    return await proceed()
-
-
-def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return function(*args, **kwargs)
-    except StopIteration as error:  # A future cannot carry it: its waiter would hang.
-        raise RuntimeError("the handler raised StopIteration") from error
-
-
-def _around(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Proceed:
-    async def layered() -> Any:
-        return await awaited(layer(current, proceed))
-
-    return layered
-
-
-def _returned(handler: Handler, value: Any) -> Ended:
-    if value is None:
-        return Returned(None, handler.codec.name)
-    try:
-        data = handler.codecs.encode(f"the result of {handler.queue}", value, handler.codec)
-    except PayloadRejected as error:
-        return Raised(JobError(type="PayloadRejected", kind="permanent", message=str(error)))
-    return Returned(data, handler.codec.name)
-
-
-def _cancelled(current: CurrentJob) -> Ended:
-    """The run was cancelled: by us, for a reason, or by the handler itself."""
-    if current.stopping is None:
-        return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
-    if current.stopping == "timeout":
-        return TimedOut(timed_out())
-    return Stopped(current.stopping)
-
-
-def timed_out() -> JobError:
-    return JobError(type="TimeoutError", kind="timeout", message="the run took longer than its timeout")
-
-
-def _raised(error: BaseException, current: CurrentJob) -> Ended:
-    if current.stopping == "timeout":
-        return TimedOut(error_from_exception(error, "timeout"))
-    if isinstance(error, UnknownParameter):
-        return Raised(error_from_exception(error, "retriable"))
-    permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
-    if current.stopping is not None and not permanent and not isinstance(error, Retry):
-        return Stopped(current.stopping)  # It was told to stop, and stumbled on the way out.
-    told = error_from_exception(error, "permanent" if permanent else "retriable")
-    try:
-        delay_ms, run_at = retry_time(error)
-    except OptionError as wrong:
-        return Raised(msgspec.structs.replace(told, message=f"{told.message} (and {wrong})"[: decisions.MAX_MESSAGE]))
-    return Raised(told, delay_ms, run_at)
-
-
-async def _after(
-    job: Job,
-    ended: Returned | Raised | TimedOut,
-    handler: Handler,
-    around: AppHooks,
-    arguments: Any,
-    value: Any,
-    seconds: float,
-) -> Ended:
-    """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
-    nothing."""
-    settlement = decisions.verdict(job, ended, handler.config.policy, random.Random(0))
-    if not isinstance(settlement, Complete | Fail):
-        return ended
-    error = None if isinstance(ended, Returned) else ended.error
-    execution = Execution(
-        queue=handler.queue,
-        id=job.id,
-        attempt=job.attempts,
-        payload=arguments,
-        result=None if error else value,
-        error=error,
-        seconds=seconds,
-        worker=job.worker or "",
-    )
-    try:
-        for hook in around.after:
-            await awaited(hook(execution))
-        return _changed(ended, execution, handler)
-    except asyncio.CancelledError:
-        return ended  # The run was stopped during the hook. It has ended already.
-    except (Exception, SystemExit) as wrong:
-        await around.report_error(wrong, f"after_execution of job {job.id!r:.80} in {handler.queue}")
-        return ended
-
-
-def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler: Handler) -> Ended:
-    ttl_ms = None if execution.ttl is None else to_ms("ttl", execution.ttl)
-    if isinstance(ended, Returned):
-        again = _returned(handler, execution.result)
-        return msgspec.structs.replace(again, result_ttl_ms=ttl_ms) if isinstance(again, Returned) else again
-    if not isinstance(execution.error, JobError):
-        raise TypeError(f"the error of an execution is a JobError, not {execution.error!r:.60}")
-    error = decisions.cut(execution.error)
-    decisions.encode_error(error)  # What cannot be stored is the hook's mistake, not the job's.
-    return msgspec.structs.replace(ended, error=error, failure_ttl_ms=ttl_ms)
+        log_error(error, where)

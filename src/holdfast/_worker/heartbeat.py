@@ -1,8 +1,8 @@
 """The worker's heartbeat, on a thread and a connection of its own: a handler that blocks the event loop does not cost
 the worker its leases.
 
-Every quarter of a lease: extend what is held, say that the worker is there, sweep queues that it has no room to claim
-from (claims sweep, too). What it learns is told to the worker's loop.
+Every quarter of a lease: extend the leases that are held, announce the worker, and sweep queues that it has no capacity
+to claim from (claims sweep, too). What it learns is passed to the worker's loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import Extended, WorkerFacts
@@ -22,94 +25,121 @@ from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage
 from holdfast.storage.validation import MAX_ITEMS, batches
 
+if TYPE_CHECKING:
+    from holdfast._worker.context import WorkerContext
+
 SOONEST_S = 0.5
 """Progress makes the next beat come early, but not sooner after the last than this."""
 GOODBYE_S = 1.0
+"""How long the last announcement of a worker that stops may take."""
 LEAVING_MS = 100
-"""A worker that says goodbye is listed for this much longer: the least that a storage takes."""
+"""A worker that stops is listed for this much longer: the least that a storage takes."""
 ANNOUNCED_BEATS = 8
-"""A worker is listed for so many beats after it was last heard of."""
-
+"""A worker is listed for this many beats after its last announcement."""
+SNAPSHOT_S = 0.1
+"""How long a beat waits for a snapshot of the worker, at most a quarter of its interval. A loop that is blocked makes
+none, and the beat uses the one before."""
 
 _Beaten = tuple[Run, bytes | None]
 """A run, and the progress that goes with its lease."""
 
 
-class Heartbeat:
-    """Keeps leases alive. `held`, `facts` and `full` are asked on this thread, the others told on the worker's."""
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """The state of a worker, made on its event loop for the heartbeat's thread."""
 
-    def __init__(
-        self,
-        clone: Callable[[], Storage],
-        *,
-        worker: str,
-        lease_ms: int,
-        kill_allowance_s: float,
-        held: Callable[[], list[Run]],
-        facts: Callable[[], WorkerFacts],
-        full: Callable[[], list[str]],
-        lost: Callable[[Run], None],
-        cancel: Callable[[Run], None],
-        kill: Callable[[Run, float], None],
-        evict: Callable[[], None],
-        report_error: Callable[[BaseException], None],
-        died: Callable[[BaseException], None],
-        beaten: Callable[[], None],
-    ) -> None:
-        self._twin = clone
-        self._worker = worker
-        self._lease_ms = lease_ms
-        self._every_s = lease_ms / 4000
-        self._kill_allowance_s = kill_allowance_s
-        """How much longer than its grace a run may take to be gone."""
-        self._held = held
-        self._facts = facts
-        self._full = full
-        self._lost, self._cancel, self._kill = lost, cancel, kill
-        self._evict = evict
-        self._report_error = report_error
-        self._died = died
-        self._beaten = beaten
+    facts: WorkerFacts
+    full_queues: list[str]
+    """Queues of which no further job fits: no claim sweeps them."""
+
+
+class Heartbeat:
+    """Keeps the leases of one worker alive.
+
+    `start`, `stop` and the methods under "On the worker's loop" run on the worker's loop; the others on this thread.
+    Of the worker, this thread reads settings, the runs that are held, and the newest snapshot.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._worker = context.settings.name
+        self._lease_ms = context.settings.lease_ms
+        self._every_s = context.settings.lease_ms / 4000
+        self._enabled = context.settings.heartbeat
         self._beaten_at = float("-inf")
         self._failing = False
-        self._home = asyncio.get_running_loop()
         self._stopping = False
+        self._snapshot: WorkerSnapshot
+        """Written by the worker's loop, read by this thread."""
+        self._snapshot_made = asyncio.Event()
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
+        self._home: asyncio.AbstractEventLoop
+        """The worker's loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop of this thread, once it runs."""
         self._thread = threading.Thread(target=self._run, name="holdfast-beat", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    # From any thread
 
     @property
     def is_heard(self) -> bool:
-        """Has a beat got through, within a lease? Else nobody should rely on what we claim. From any thread."""
-        return time.monotonic() < self._beaten_at + self._lease_ms / 1000
+        """Has a beat succeeded within the length of a lease? Otherwise the worker claims nothing: it could not keep
+        its leases. From any thread."""
+        return not self._enabled or time.monotonic() < self._beaten_at + self._lease_ms / 1000
 
     def nudge(self) -> None:
-        """There is progress to tell: beat soon. From any thread."""
+        """There is progress to send, or a lease to extend: beat soon. From any thread."""
         self._call(self._nudged.set)
 
-    async def stop(self) -> None:
-        """End at once, whatever the beat is at; a last word is said if that takes no time."""
-        self._stopping = True
-        self._call(self._cancel_work)
-        await asyncio.to_thread(self._thread.join)
-
-    def _call(self, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
+        """Call a function on the heartbeat's thread."""
         if self._loop is not None:
             try:
                 self._loop.call_soon_threadsafe(function)
             except RuntimeError:
                 pass  # It has just ended.
 
+    def _post(self, function: Callable[..., object], *args: object) -> None:
+        """Call a function on the worker's loop."""
+        try:
+            self._home.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            pass  # The worker's loop has closed.
+
+    # On the worker's loop
+
+    def start(self) -> None:
+        """Begin to beat, unless the worker's settings say that it has no heartbeat."""
+        if self._enabled:
+            self._home = asyncio.get_running_loop()
+            self._snapshot = self._context.snapshot()
+            self._thread.start()
+
+    async def stop(self) -> None:
+        """End at once, even in the middle of a beat; the worker is announced as leaving if that takes no time."""
+        if self._enabled:
+            self._stopping = True
+            self._call(self._cancel_work)
+            await asyncio.to_thread(self._thread.join)
+
+    def _make_snapshot(self) -> None:
+        self._snapshot = self._context.snapshot()
+        self._call(self._snapshot_made.set)
+
+    def _cancel_run(self, run: Run) -> None:
+        self._context.executor.stop(run, "cancel")
+
+    def _kill_run(self, run: Run, kill_at: float) -> None:
+        self._context.executor.stop(run, "lease_lost", kill_at=kill_at)
+
+    # On the heartbeat's thread
+
     def _run(self) -> None:
         try:
             with asyncio.Runner() as runner:
                 runner.run(self._main())
         except BaseException as error:  # Without a heartbeat the worker must not go on.
-            self._tell(self._died, error)
+            self._post(self._context.break_down, f"the heartbeat of worker {self._worker} has ended: {error!r}")
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -125,25 +155,26 @@ class Heartbeat:
             self._work.cancel()
 
     async def _beat_for_ever(self) -> None:
-        """When a beat does not get through, begin anew at once, with a new connection: the living must be heard of
-        before half a lease has passed since the storage came back."""
+        """When a beat fails, begin again at once with a new connection: leases must be extended before half a lease has
+        passed since the storage came back."""
         while not self._stopping:
             try:
                 async with AsyncExitStack() as stack:
                     async with asyncio.timeout(self._every_s):
-                        storage = await stack.enter_async_context(self._twin())
+                        storage = await stack.enter_async_context(self._context.storage.clone())
                     await self._beat_until_broken(storage)
             except TimeoutError:
-                self._broke(StorageUnavailable(f"no answer to a heartbeat within {self._every_s:g} s"))
+                self._failed(StorageUnavailable(f"no answer to a heartbeat within {self._every_s:g} s"))
             except Exception as error:
-                self._broke(error)
+                self._failed(error)
             await asyncio.sleep(self._every_s / 10)
 
-    def _broke(self, error: BaseException) -> None:
-        """A beat, or part of it, did not get through. That is told once, until one does."""
+    def _failed(self, error: BaseException) -> None:
+        """A beat, or part of it, has failed. That is reported once, until a beat succeeds."""
         if not self._failing:
             self._failing = True
-            self._tell(self._report_error, error)
+            where = f"worker {self._worker} could not say that it is alive"
+            self._post(self._context.hooks.report_error, error, where)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
@@ -155,8 +186,8 @@ class Heartbeat:
                     await self._beat(storage)
                 news = self._failing or not self.is_heard
                 self._failing, self._beaten_at = False, time.monotonic()
-                if news:  # Whoever is told looks at once.
-                    self._tell(self._beaten)
+                if news:  # The claimer may claim again.
+                    self._post(self._context.claimer.changed)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
                 await self._until_nudged(began + self._every_s - loop.time())
         except asyncio.CancelledError:
@@ -164,7 +195,7 @@ class Heartbeat:
             raise
 
     async def _until_nudged(self, seconds: float) -> None:
-        """Until it is time, or there is something to tell."""
+        """Until it is time for the next beat, or there is something to send."""
         try:
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._nudged.wait()
@@ -175,80 +206,93 @@ class Heartbeat:
     async def _say_goodbye(self, storage: Storage) -> None:
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await storage.announce(self._worker, self._facts(), ttl_ms=LEAVING_MS)
+                await storage.announce(self._worker, self._snapshot.facts, ttl_ms=LEAVING_MS)
         except (StorageUnavailable, TimeoutError):
             pass  # It is forgotten a little later.
 
     async def _beat(self, storage: Storage) -> None:
-        """Everything side by side: what holds one queue up must not cost the leases of another."""
+        """Everything side by side: one slow queue must not cost the leases of another."""
         by_queue: dict[str, list[_Beaten]] = defaultdict(list)
-        for run in self._held():
+        for run in self._context.held_runs():
             if self._extends(run):
-                by_queue[run.queue].append((run, run.progress))
-        steps = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
-        ended = await asyncio.gather(*steps, self._announce(storage), self._sweep(storage), return_exceptions=True)
+                by_queue[run.queue].append((run, run.lease.progress))
+        extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
+        snapshot = asyncio.ensure_future(self._fresh_snapshot())
+        ended = await asyncio.gather(
+            *extends, self._announce(storage, snapshot), self._sweep(storage, snapshot), return_exceptions=True
+        )
         errors = [error for error in ended if isinstance(error, BaseException)]
         if len(errors) == len(ended):
-            raise errors[0]  # Nothing got through: the connection is of no use.
+            raise errors[0]  # Nothing succeeded: the connection is of no use.
         for error in errors:
-            self._broke(error)
+            self._failed(error)
+
+    async def _fresh_snapshot(self) -> WorkerSnapshot:
+        """A new snapshot from the worker's loop; the one before, if the loop is blocked."""
+        self._snapshot_made.clear()
+        self._post(self._make_snapshot)
+        try:
+            async with asyncio.timeout(min(SNAPSHOT_S, self._every_s / 4)):
+                await self._snapshot_made.wait()
+        except TimeoutError:
+            pass  # The loop is blocked, or busy.
+        return self._snapshot
 
     async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
             sent_at = asyncio.get_running_loop().time()
             try:
-                told = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
-            except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler says.
-                self._tell(self._report_error, error)
-                told = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
+                reply = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
+            except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
+                where = f"worker {self._worker} could not send the progress of jobs in {queue}"
+                self._post(self._context.hooks.report_error, error, where)
+                reply = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
             for run, progress in beaten:
-                run.extended_at = sent_at
-                if run.progress is progress:
-                    run.progress = None  # Said; a newer one may have come meanwhile.
+                run.lease.extended_at = sent_at
+                if run.lease.progress is progress:
+                    run.lease.progress = None  # Sent; a newer one may have come meanwhile.
             by_lease = {run.key[1:]: run for run, _ in beaten}
-            for lease in told.lost:
-                self._tell(self._lost, by_lease[lease.id, lease.fence])
-            for lease in told.cancel_asked:
-                self._tell(self._cancel, by_lease[lease.id, lease.fence])
+            for lease in reply.lost:
+                self._post(self._context.lost, by_lease[lease.id, lease.fence])
+            for lease in reply.cancel_asked:
+                self._post(self._cancel_run, by_lease[lease.id, lease.fence])
 
     async def _send(self, storage: Storage, queue: str, leases: list[LeaseRef]) -> Extended:
         return await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
 
-    async def _announce(self, storage: Storage) -> None:
+    async def _announce(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
+        facts = (await snapshot).facts
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
-        orders = await storage.announce(self._worker, self._facts(), ttl_ms=ttl_ms)
-        if orders.evict:
-            self._tell(self._evict)
+        commands = await storage.announce(self._worker, facts, ttl_ms=ttl_ms)
+        if commands.evict:
+            self._post(self._context.evict)
 
-    async def _sweep(self, storage: Storage) -> None:
-        for queue in await storage.ready(self._full()[:MAX_ITEMS]):
+    async def _sweep(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
+        full_queues = (await snapshot).full_queues
+        for queue in await storage.ready(full_queues[:MAX_ITEMS]):
             await storage.sweep(queue)
 
     def _extends(self, run: Run) -> bool:
-        """A run that is long past its timeout is let go, even if the loop is blocked and cannot say so itself; one
-        that must not be overlapped is held for as long as it lasts."""
+        """Is the lease of this run to be extended? Not when the run is long past its timeout, even if the loop is
+        blocked and cannot stop it; an exclusive one keeps its lease until it ends."""
         policy = run.config.policy
         limit_ms = timeout_ms(run.job, policy)
         if limit_ms is None or policy.exclusive or run.done or run.started_at is None:
             return True
-        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000 + self._kill_allowance_s
-        return asyncio.get_running_loop().time() < run.started_at + longest_s
+        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000
+        return asyncio.get_running_loop().time() < (
+            run.started_at + longest_s + self._context.executor.kill_allowance_s
+        )
 
     def _kill_the_unsure(self) -> None:
-        """The storage does not answer. Runs that must end before their lease can have passed on end now, if another
-        failed beat would be too late."""
+        """The storage does not answer. Runs that must end before another worker can have their lease are killed now, if
+        another failed beat would be too late."""
         now = asyncio.get_running_loop().time()
-        for run in self._held():
-            ends_at = run.extended_at + self._lease_ms / 1000
+        for run in self._context.held_runs():
+            ends_at = run.lease.extended_at + self._lease_ms / 1000
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
             if run.config.policy.dies_with_storage and next_chance_at >= ends_at:
-                self._tell(self._kill, run, max(now, ends_at - self._lease_ms / 20_000))
-
-    def _tell(self, function: Callable[..., None], *args: object) -> None:
-        try:
-            self._home.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            pass  # The worker's loop has closed. Nobody is left to be told.
+                self._post(self._kill_run, run, max(now, ends_at - self._lease_ms / 20_000))
 
 
 def _lease(run: Run, progress: bytes | None) -> LeaseRef:

@@ -2,59 +2,61 @@
 
 `Runner` calls handlers, for a worker or inside a child process. `Inline` is the executor of a worker that has no
 children: fast and simple, with one limit that Python sets: a run that does not end when it is cancelled cannot be
-killed. It keeps its place in the capacity until it ends by itself.
+killed. It keeps its capacity until it ends by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
+from collections.abc import Coroutine, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from holdfast._core.capacity import Capacity
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig
-from holdfast._worker.executor import Executor, Listener, Run, StopReason
-from holdfast._worker.handler import AppHooks, CurrentJob, Handler, interrupted, perform
+from holdfast._worker.executor import Executor, Run, StopReason
+from holdfast._worker.handler import AppHooks, CurrentJob, Handler
+from holdfast._worker.run import interrupted, perform
+
+if TYPE_CHECKING:
+    from holdfast._worker.context import WorkerContext
 
 CAPACITY = 1_000
+"""Units of a worker without child processes."""
 
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
+
+
+class RunObserver(Protocol[K_contra]):
+    """Gets what a `Runner` reports, by the key that a run was started with."""
+
+    def finished(self, run: K_contra, ended: Ended, /) -> None:
+        """A run is over."""
+
+    def progressed(self, run: K_contra, progress: bytes, /) -> None:
+        """A run has new progress. From any thread."""
 
 
 class Runner(Generic[K]):
-    """Calls handlers. `ended` is told what a call came to, `reported` how far it is; each by the key it was started
-    with."""
+    """Calls handlers, and reports to its observer."""
 
-    def __init__(
-        self,
-        around: AppHooks,
-        threads: int,
-        *,
-        ended: Callable[[K, Ended], None],
-        reported: Callable[[K, bytes], None],
-        steps: Callable[[K, Coroutine[Any, Any, Ended]], Awaitable[Ended]] | None = None,
-    ) -> None:
-        """`steps` may put something around each run."""
-        self._steps = steps
+    def __init__(self, hooks: AppHooks, threads: int, observer: RunObserver[K]) -> None:
         self.resources: object = None
-        """What the app's lifespan has made."""
-        self._around = around
-        self._ended = ended
-        self._reported = reported
+        """The value of the app's lifespan."""
+        self._hooks = hooks
+        self._observer = observer
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
 
     def start(self, key: K, handler: Handler, job: Job) -> None:
-        current = CurrentJob(handler.queue, job, partial(self._reported, key), self.resources)
-        run = perform(job, current, handler, self._around, self._threads)
-        if self._steps is not None:
-            run = _awaited(self._steps(key, run))
+        """Start a run of this job."""
+        current = CurrentJob(handler.queue, job, partial(self._observer.progressed, key), self.resources)
+        run = self._wrap(key, perform(job, current, handler, self._hooks, self._threads))
         task = asyncio.get_running_loop().create_task(run)
         self._going[key] = (task, current)
-        task.add_done_callback(partial(self._done, key))
+        task.add_done_callback(partial(self._finished, key))
 
     def stop(self, key: K, why: StopReason) -> None:
         """Ask a run to end."""
@@ -65,61 +67,57 @@ class Runner(Generic[K]):
                 task.cancel()
 
     def close(self) -> None:
-        """Threads that are idle end now, the others with their runs."""
+        """End the threads: those that are idle now, the others when their runs end."""
         self._threads.shutdown(wait=False)
 
-    def _done(self, key: K, task: asyncio.Task[Ended]) -> None:
+    def _wrap(self, key: K, run: Coroutine[Any, Any, Ended]) -> Coroutine[Any, Any, Ended]:
+        """The coroutine that is run in place of `run`: for subclasses."""
+        return run
+
+    def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         _, current = self._going.pop(key)
         error = None if task.cancelled() else task.exception()
-        self._ended(key, interrupted(error, current) if task.cancelled() or error else task.result())
-
-
-async def _awaited(run: Awaitable[Ended]) -> Ended:
-    return await run
+        self._observer.finished(key, interrupted(error, current) if task.cancelled() or error else task.result())
 
 
 class Inline(Executor):
-    """Runs on the worker's own loop."""
+    """Runs on the worker's own loop. Its only host has the number 0."""
 
     name = "inline"
-    room_capacity = CAPACITY
+    host_capacity = CAPACITY
 
-    def __init__(self, handlers: Iterable[Handler], around: AppHooks) -> None:
+    def __init__(self, handlers: Iterable[Handler], hooks: AppHooks) -> None:
         super().__init__()
         self._handlers = {handler.queue: handler for handler in handlers}
-        self.runner: Runner[Run] = Runner(around, CAPACITY, ended=self._finish, reported=self._progressed)
+        self.runner: Runner[Run] = Runner(hooks, CAPACITY, self)
 
     @property
-    def config(self) -> list[QueueConfig]:
+    def configs(self) -> list[QueueConfig]:
         return [handler.config for handler in self._handlers.values()]
 
-    async def open(self, fleet: Capacity, to: Listener) -> None:
-        await super().open(fleet, to)
+    async def open(self, context: WorkerContext) -> None:
+        await super().open(context)
         for handler in self._handlers.values():
             handler.check()
-        fleet.open(0)
+        self._capacity.open_host(0)
 
     async def watch(self) -> None:
-        await asyncio.Event().wait()  # There is nothing that could.
+        await asyncio.Event().wait()  # It cannot break down.
 
     async def close(self) -> None:
         self.runner.close()
 
     def start(self, run: Run) -> None:
-        self._began(run, 0)
+        self._started(run, 0)
         self.runner.start(run, self._handlers[run.queue], run.job)
 
-    def _ask(self, run: Run, why: StopReason) -> None:
+    def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         self.runner.stop(run, why)
 
-    def _past_its_grace(self, run: Run) -> None:
+    def _grace_over(self, run: Run) -> None:
         run.given_up = True
-        self._fleet.gave_up(run.queue)
-        self._to.stuck(run)
+        self._capacity.gave_up(run.queue)
+        self._context.stuck(run)
 
     def _kill(self, run: Run) -> None:
-        pass  # It cannot be.
-
-    def _progressed(self, run: Run, progress: bytes) -> None:
-        run.progress = progress
-        self._to.reported()
+        pass  # It cannot be killed.

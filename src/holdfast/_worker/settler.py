@@ -1,63 +1,55 @@
-"""The drain: settlements go to the storage in batches, and again until it has answered. What ended must not run again.
+"""The settler of a worker: sends settlements to the storage in batches, and again until it has answered. A job that has
+ended must not run again.
 
-Whoever has an outcome hands it over with `put`; `settled` is told what became of it.
+`settle` takes a settlement; the worker's context gets the replies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
-from holdfast._core.retry_policy import Policy, smaller
+from holdfast._core.retry_policy import Policy, shrink_settlement
 from holdfast._worker.executor import Run
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.storage import Storage
 from holdfast.storage.validation import batches
 
-TRY_AGAIN_S = (0.1, 5.0)
-"""After trouble with the storage: the first pause and the longest."""
-GIVE_UP_S = 5.0
-"""How long a drain that ends tries to settle what is left. What is left then runs again."""
+if TYPE_CHECKING:
+    from holdfast._worker.context import WorkerContext
 
-log = logging.getLogger("holdfast.worker")
+TRY_AGAIN_S = (0.1, 5.0)
+"""After the storage could not be reached: the first pause and the longest."""
+GIVE_UP_S = 5.0
+"""How long a settler that ends tries to settle what is left. What is left then runs again."""
 
 
 class PendingSettlement(msgspec.Struct, frozen=True):
-    """A job, how it is to be settled, and the run that gave it; None if it was not even started."""
+    """A job, how to settle it, the policy that says so, and its run; None if it was not started."""
 
     job: Job
     settlement: Settlement
+    policy: Policy | None = None
     run: Run | None = None
 
 
-class Settler:
-    """Settles outcomes for one worker. `settled` gets a queue's outcomes with their replies; no replies means that
-    nobody knows: the leases expire."""
+Settled = tuple[PendingSettlement, SettleResult | None]
+"""A settlement and the storage's reply. None: the settlement was not stored as far as is known, and the lease will
+expire."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        worker: str,
-        policies: Mapping[str, Policy],
-        report_error: Callable[[Exception, str], None],
-        settled: Callable[[str, Sequence[tuple[PendingSettlement, SettleResult | None]]], None],
-        idle: Callable[[], None],
-    ) -> None:
-        self._storage = storage
-        self._worker = worker
-        self._policies = policies
-        self._report_error = report_error
-        self._settled = settled
-        self._idle = idle
+
+class Settler:
+    """Settles jobs for one worker."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
         self._waiting: dict[str, list[PendingSettlement]] = {}
         self._settling: set[str] = set()
-        """Queues that are being seen to: one call at a time each, and none waits for another."""
+        """Queues with a call on its way: one at a time for each queue, and no queue waits for another."""
         self._tasks: asyncio.TaskGroup | None = None
         self._one_settled = asyncio.Event()
         self._ending = asyncio.Event()
@@ -68,14 +60,15 @@ class Settler:
         """Something waits, or is on its way."""
         return bool(self._waiting or self._settling)
 
-    async def settled(self, queues: Collection[str]) -> None:
-        """Until nothing of these queues waits, or is on its way; or the drain has ended."""
+    async def until_settled(self, queues: Collection[str]) -> None:
+        """Wait until nothing of these queues waits or is on its way, or the settler has ended."""
         while self._tasks is not None and any(queue in self._waiting or queue in self._settling for queue in queues):
             self._one_settled.clear()
             await self._one_settled.wait()
 
-    def put(self, queue: str, outcome: PendingSettlement) -> None:
-        self._waiting.setdefault(queue, []).append(outcome)
+    def settle(self, queue: str, pending: PendingSettlement) -> None:
+        """Send this settlement to the storage, with others of its queue."""
+        self._waiting.setdefault(queue, []).append(pending)
         self._start(queue)
 
     def end(self) -> None:
@@ -84,6 +77,7 @@ class Settler:
         self._ending.set()
 
     async def run(self) -> None:
+        """Settle until `end`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -103,60 +97,62 @@ class Settler:
             self._tasks.create_task(self._settle_queue(queue))
 
     async def _settle_queue(self, queue: str) -> None:
-        while outcomes := self._waiting.pop(queue, None):
-            await self._settle(queue, outcomes)
+        while waiting := self._waiting.pop(queue, None):
+            await self._settle(queue, waiting)
         self._settling.discard(queue)
         self._one_settled.set()
-        self._idle()
+        self._context.settler_idle()
 
-    async def _settle(self, queue: str, outcomes: list[PendingSettlement]) -> None:
-        for batch in batches(outcomes, _size):
+    async def _settle(self, queue: str, waiting: list[PendingSettlement]) -> None:
+        for batch in batches(waiting, _size):
             try:
-                replies = await self._send(queue, [outcome.settlement for outcome in batch])
+                replies = await self._send(queue, [pending.settlement for pending in batch])
             except (PayloadRejected, OptionError):
-                for outcome in batch:
-                    await self._settle_alone(queue, outcome)
+                for pending in batch:
+                    await self._settle_one(queue, pending)
             except Exception as error:
-                self._let_go(queue, batch, error)
+                self._give_up(queue, batch, error)
             else:
-                self._settled(queue, list(zip(batch, replies, strict=True)))
+                self._context.settled(queue, list(zip(batch, replies, strict=True)))
 
-    async def _settle_alone(self, queue: str, outcome: PendingSettlement) -> None:
-        """Something in a batch was refused: a result that is too large, most likely. That job fails, it would not do
-        better a second time; an error that is too large is cut."""
-        attempts = [outcome.settlement]
-        for at in itertools.count():
-            if at == len(attempts):
-                self._settled(queue, [(outcome, None)])
-                return
+    async def _settle_one(self, queue: str, pending: PendingSettlement) -> None:
+        """The storage has refused something in a batch, most likely a result that is too large. That job fails, because
+        it would be refused again; an error that is too large is cut."""
+        attempts = [pending.settlement]
+        while attempts:
+            settlement = attempts.pop(0)
             try:
-                (reply,) = await self._send(queue, [attempts[at]])
+                (reply,) = await self._send(queue, [settlement])
             except (PayloadRejected, OptionError) as error:
-                self._report_error(error, f"what became of job {outcome.job.id!r:.80} in {queue} was refused")
-                if at == 0:
-                    attempts += smaller(outcome.job, outcome.settlement, self._policies[queue], str(error))
+                where = f"the settlement of job {pending.job.id!r:.80} in {queue} was refused"
+                self._context.hooks.report_error(error, where)
+                if settlement is pending.settlement and pending.policy is not None:
+                    attempts = shrink_settlement(pending.job, settlement, pending.policy, str(error))
             except Exception as error:
-                self._let_go(queue, [outcome], error)
+                self._give_up(queue, [pending], error)
                 return
             else:
-                self._settled(queue, [(msgspec.structs.replace(outcome, settlement=attempts[at]), reply)])
+                self._context.settled(queue, [(msgspec.structs.replace(pending, settlement=settlement), reply)])
                 return
+        self._context.settled(queue, [(pending, None)])
 
-    def _let_go(self, queue: str, outcomes: Sequence[PendingSettlement], error: Exception) -> None:
-        self._settled(queue, [(outcome, None) for outcome in outcomes])
-        self._report_error(error, f"worker {self._worker} could not settle jobs of {queue}: they run again")
+    def _give_up(self, queue: str, batch: Sequence[PendingSettlement], error: Exception) -> None:
+        self._context.settled(queue, [(pending, None) for pending in batch])
+        where = f"worker {self._context.settings.name} could not settle jobs of {queue}: they run again"
+        self._context.hooks.report_error(error, where)
 
     async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[SettleResult]:
-        """Settle, and try again for as long as the storage cannot be reached; not for ever once the end has come."""
+        """Settle, and try again while the storage cannot be reached; once the end has come, for `GIVE_UP_S`."""
+        name = self._context.settings.name
         pause = TRY_AGAIN_S[0]
         while True:
             try:
                 async with asyncio.timeout_at(self._give_up_at):
-                    return await self._storage.settle(queue, batch, worker=self._worker)
+                    return await self._context.storage.settle(queue, batch, worker=name)
             except TimeoutError:
                 raise StorageUnavailable("it could not be reached in time") from None
             except (StorageUnavailable, StorageFull) as error:
-                self._report_error(error, f"worker {self._worker} could not settle jobs of {queue}")
+                self._context.hooks.report_error(error, f"worker {name} could not settle jobs of {queue}")
             try:
                 async with asyncio.timeout(pause):
                     await self._ending.wait()
@@ -165,9 +161,9 @@ class Settler:
                 pause = min(2 * pause, TRY_AGAIN_S[1])
 
 
-def _size(outcome: PendingSettlement) -> int:
+def _size(pending: PendingSettlement) -> int:
     """Bytes that a settlement carries."""
-    match outcome.settlement:
+    match pending.settlement:
         case Complete(result=result):
             return len(result or b"")
         case Fail(error=error, follow_up=follow_up):

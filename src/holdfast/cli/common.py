@@ -10,6 +10,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -20,7 +21,7 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.session import DEFAULT_NAMESPACE, NAMESPACE_VARIABLE, URL_VARIABLE
-from holdfast._core.text import printable
+from holdfast._core.text import escape_control, format_moment
 from holdfast.errors import OptionError
 from holdfast.storage.urls import DEFAULT_URL
 
@@ -145,7 +146,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one 
 
 def say(text: str = "") -> None:
     """A line. What control characters could do to a terminal, they do not."""
-    click.echo("\n".join(printable(line) for line in text.split("\n")))
+    click.echo("\n".join(escape_control(line) for line in text.split("\n")))
 
 
 def say_json(value: object) -> None:
@@ -156,7 +157,7 @@ def say_json(value: object) -> None:
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns, numbers to the right."""
-    lines = [[printable(str(cell)) for cell in row] for row in rows]
+    lines = [[escape_control(str(cell)) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(headers, *lines, strict=True)]
     numeric = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(headers))]
     click.secho(_line(headers, widths, numeric), bold=True)
@@ -208,6 +209,11 @@ def where(app: Holdfast[Any]) -> str:
     return repr(app.storage).strip("<>").partition(" ")[2]
 
 
+def when(at: datetime, now: datetime) -> str:
+    """A point in time, and how far it is by the storage's clock."""
+    return format_moment(at, (at - now).total_seconds())
+
+
 # What is given
 
 
@@ -234,6 +240,6 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
 def end(status: int, why: str = "") -> NoReturn:
     """Exit with a status and print the reason to stderr."""
     if why:
-        lines = (printable(line) for line in f"holdfast: {why}".split("\n"))
+        lines = (escape_control(line) for line in f"holdfast: {why}".split("\n"))
         click.secho("\n".join(lines), fg="red", err=True)
     sys.exit(status)

@@ -8,10 +8,11 @@ import time
 import click
 
 from holdfast._client.app import Holdfast
-from holdfast._client.explain import number_of
 from holdfast._core.clock import SystemClock
 from holdfast._core.replies import Snapshot, StorageInfo
-from holdfast._worker.app_loader import load
+from holdfast._core.text import format_count
+from holdfast._worker.app_loader import import_app
+from holdfast._worker.app_parts import app_parts
 from holdfast.cli.common import NO, as_json, end, look_here, say, say_json, settings, with_present_app
 
 SKEW_WARN_S = 1.0
@@ -56,7 +57,7 @@ def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapsh
         say(f"  {name:<10} {value}")
     say(f"  latency    {latency_ms:.2f} ms for a look, median of {LOOKS}")
     say(f"  clock      {skew_s:+.3f} s from this host's")
-    say(f"  has        {number_of(len(snapshot.queues), 'queue')}, {number_of(len(snapshot.workers), 'worker')}")
+    say(f"  has        {format_count(len(snapshot.queues), 'queue')}, {format_count(len(snapshot.workers), 'worker')}")
     for warning in warnings:
         click.secho("! ", fg="yellow", nl=False)
         say(warning)
@@ -77,7 +78,7 @@ def _tasks(target: str | None) -> set[str] | None:
     if target is None:
         return None
     look_here()
-    return {handler.queue for handler in load(target, Holdfast).parts().handlers}
+    return {handler.queue for handler in app_parts(import_app(target, Holdfast)).handlers}
 
 
 def _unserved(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
@@ -87,5 +88,7 @@ def _unserved(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
         if tasks is not None and stats.queue not in tasks and not stats.workers:
             warnings.append(f"queue {stats.queue} has no task in this app, and no worker serves it")
         elif stats.ready and not stats.workers and not stats.paused:
-            warnings.append(f"queue {stats.queue} has {number_of(stats.ready, 'ready job')}, and no worker serves it")
+            warnings.append(
+                f"queue {stats.queue} has {format_count(stats.ready, 'ready job')}, and no worker serves it"
+            )
     return warnings

@@ -11,14 +11,13 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.explain import explain as find_reasons
-from holdfast._client.explain import when
 from holdfast._client.info import JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
-from holdfast._core.text import length, printable
-from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, where, with_present_app
+from holdfast._core.text import escape_control, format_duration
+from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, when, where, with_present_app
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")
@@ -86,7 +85,7 @@ def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot 
                 worker.facts.get("executor", ""),
                 f"{worker.facts.get('used', 0)}/{worker.facts.get('capacity', 0)}",
                 worker.facts.get("running", 0),
-                length((snapshot.now - worker.beat_at) / 1e6),
+                format_duration((snapshot.now - worker.beat_at) / 1e6),
                 worker.facts.get("version", ""),
                 "asked to stop" if worker.evict_asked else "",
             )
@@ -107,7 +106,7 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
     return [
         stats.queue,
         *(stats.ready, stats.scheduled, stats.running, stats.retrying, stats.failed),
-        length(stats.oldest_ready_ms / 1000) if stats.ready else "-",
+        format_duration(stats.oldest_ready_ms / 1000) if stats.ready else "-",
         len(stats.workers),
         *rates,
         f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else "",
@@ -184,7 +183,7 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
         elif name in ("payload", "result", "progress") and value is not None:
             value = msgspec.json.encode(plain(value)).decode()
         if value is not None:
-            say(f"{name:<11} {printable(str(value))}")
+            say(f"{name:<11} {escape_control(str(value))}")
     if job.error is not None and job.error.traceback:
         say(job.error.traceback.rstrip())
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import click
 
 from holdfast._client.app import Holdfast
-from holdfast._client.explain import number_of
 from holdfast._client.queue import Queue
 from holdfast._core.jobs import State
 from holdfast._core.replies import CancelResult, Placed, Problem
+from holdfast._core.text import format_count
 from holdfast.cli.common import NO, Number, as_json, end, say, say_json, with_app, with_present_app
 from holdfast.cli.inspect import STATES
 from holdfast.errors import JobNotFound
@@ -60,7 +60,7 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
             missing += 1
             click.secho(f"holdfast: {error}", fg="red", err=True)
     if everything:
-        say(f"{number_of(len(chosen) - missing, 'job')} to run once more")
+        say(f"{format_count(len(chosen) - missing, 'job')} to run once more")
     if missing and missing == len(chosen):
         end(NO)
 
@@ -102,7 +102,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
             while more:
                 swept = await queue.sweep(worker=worker)
                 taken, more = taken + len(swept.stalled), swept.more
-        say(f"{number_of(taken, 'job')} taken back: a run that still goes on may overlap with the next")
+        say(f"{format_count(taken, 'job')} taken back: a run that still goes on may overlap with the next")
     if not exists and not taken:
         end(NO, f"there is no worker {worker!r}: see `holdfast status`")
     if exists:
@@ -176,7 +176,7 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
                 say(f"{problem.kind} {problem.queue} {problem.id}: {problem.detail}")
     if not as_json:
         mended = ", mended" if mend and problems else ""
-        say(f"{number_of(checked, 'record')} checked, {number_of(len(problems), 'problem')}{mended}")
+        say(f"{format_count(checked, 'record')} checked, {format_count(len(problems), 'problem')}{mended}")
     if problems and not mend:
         end(NO)
 
@@ -194,7 +194,7 @@ async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes
     wanted = states or tuple(state.value for state in Queue.PURGED)
     if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):
         end(NO, "nothing was deleted")
-    say(f"{number_of(await chosen.purge(wanted), 'job')} deleted")
+    say(f"{format_count(await chosen.purge(wanted), 'job')} deleted")
 
 
 async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:

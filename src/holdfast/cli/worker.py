@@ -15,10 +15,10 @@ import click
 
 from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
 from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, StorageAddress
-from holdfast._worker.app_loader import load, split
-from holdfast._worker.logs import FORMATS, Logs, set_up
-from holdfast._worker.processes.pool import Pool
-from holdfast._worker.reports import default_worker_name
+from holdfast._worker.app_loader import import_app, parse_target
+from holdfast._worker.context import WorkerSettings
+from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.telemetry import FORMATS, HookDispatcher, Logs, default_worker_name, set_up_logging
 from holdfast._worker.worker import Worker
 from holdfast.cli.common import Number, look_here, settings
 from holdfast.errors import HoldfastError
@@ -136,42 +136,43 @@ def worker(
     """
     if inline and any(option is not None for option in (processes, max_jobs, max_memory)):
         raise click.UsageError("--inline has no child processes: leave --processes, --max-jobs and --max-memory out")
-    split(target)
+    parse_target(target)
     name = default_worker_name() if name is None else name
     check_worker(name)
     logs = Logs(log_format, log_level)
-    set_up(logs)
+    set_up_logging(logs)
     look_here()
     _lend_settings()
     patterns = list(queues) or None
     if inline:
-        app = load(target, Holdfast)
+        app = import_app(target, Holdfast)
         made = app.worker(patterns, concurrency=concurrency, name=name, lease=lease, grace=grace, burst=burst)
         asyncio.run(_serve(made, None))
         return
     pool = Pool(
-        target,
-        sys.path,
-        processes=processes or os.cpu_count() or 1,
-        worker=name,
-        max_jobs=max_jobs,
-        max_memory=max_memory,
-        logs=logs,
-        relays=True,
+        PoolSettings(
+            target=target,
+            path=sys.path,
+            worker=name,
+            processes=processes or os.cpu_count() or 1,
+            max_jobs=max_jobs,
+            max_memory=max_memory,
+            logs=logs,
+            forwards_hooks=True,
+        )
+    )
+    worker_settings = WorkerSettings(
+        name=name,
+        queues=patterns,
+        lease_ms=round(1000 * lease),
+        grace_s=grace,
+        concurrency=concurrency,
+        burst=burst,
     )
 
     async def main() -> None:
-        made = Worker(
-            pool,
-            lambda: _storage_of(pool),
-            queues=patterns,
-            report_error=pool.report_error,
-            name=name,
-            lease_ms=round(1000 * lease),
-            grace_s=grace,
-            concurrency=concurrency,
-            burst=burst,
-        )
+        hooks = HookDispatcher((), pool.report_error)
+        made = Worker(pool, lambda: _storage_of(pool), worker_settings, hooks)
         await _serve(made, pool)
 
     asyncio.run(main())

@@ -1,7 +1,7 @@
-"""Inside a child process: load the app, run what comes, say what became of it. `pool.py` starts it.
+"""The program of a child process: load the app, run jobs, report when a run is finished. `pool.py` starts it.
 
-Handlers run as in any worker (`inline.Runner`). There is no connection to the storage until a handler wants one. The
-child judges nothing: how long a run may take, and whether it counts, is decided by its parent.
+Handlers run as in any worker (`inline.Runner`). There is no connection to the storage until a handler uses one. The
+child decides nothing: how long a run may take, and how it is settled, is decided by its parent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -22,18 +22,16 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 
 from holdfast import errors
-from holdfast._client.app import Holdfast
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
-from holdfast._worker.app_loader import load
-from holdfast._worker.handler import Handler, Probed
-from holdfast._worker.hooks import HookDispatcher
+from holdfast._worker.app_loader import import_app
+from holdfast._worker.app_parts import RunnableApp, app_parts, open_lazily
+from holdfast._worker.handler import AppHooks, Handler
 from holdfast._worker.inline import Runner
-from holdfast._worker.logs import set_up
 from holdfast._worker.processes.messages import (
     Begin,
     Broken,
     ChildChannel,
-    Done,
+    Finished,
     Happened,
     Hello,
     HookError,
@@ -49,8 +47,8 @@ from holdfast._worker.processes.messages import (
     frame_limit,
     receive,
 )
-from holdfast._worker.processes.os_process import is_child_of, memory
-from holdfast._worker.processes.steps import LoopProbe, map_page
+from holdfast._worker.processes.os_process import LoopProbe, attach_probe, is_child_of, memory
+from holdfast._worker.telemetry import HookDispatcher, set_up_logging
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
 
@@ -63,65 +61,104 @@ HOOKS_S = 4.0
 log = logging.getLogger("holdfast")
 
 
+class Probed:
+    """Awaits the coroutine of a run, and notes in a probe when the loop executes it."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Ended], probe: LoopProbe, number: int) -> None:
+        self._coroutine = coroutine
+        self._begin, self._end = partial(probe.begin, number), probe.end
+
+    def __await__(self) -> Generator[Any, None, Ended]:
+        steps = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            self._begin()
+            try:
+                wish = next(steps) if error is None else steps.throw(error)
+            except StopIteration as returned:
+                ended: Ended = returned.value
+                return ended
+            finally:
+                self._end()
+            try:
+                yield wish
+                error = None
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as thrown:
+                error = thrown
+
+
+class ProbedRunner(Runner[int]):
+    """A runner that shows the parent which run the loop executes: should one block the loop, the parent sees which."""
+
+    def __init__(self, hooks: AppHooks, child: ChildRuntime, probe: LoopProbe) -> None:
+        super().__init__(hooks, THREADS, child)
+        self._probe = probe
+
+    def _wrap(self, key: int, run: Coroutine[Any, Any, Ended]) -> Coroutine[Any, Any, Ended]:
+        return _awaited(Probed(run, self._probe, key))
+
+
+async def _awaited(run: Probed) -> Ended:
+    return await run
+
+
 class ChildRuntime:
     """One child, with its app."""
 
-    def __init__(self, app: Holdfast[Any], steps: LoopProbe) -> None:
-        self._parts = app.parts()
+    def __init__(self, app: RunnableApp, probe: LoopProbe) -> None:
         self._app = app
-        self._handlers: dict[str, Handler] = {handler.queue: handler for handler in self._parts.handlers}
-        for handler in self._parts.handlers:
+        self._parts = parts = app_parts(app)
+        self._handlers: dict[str, Handler] = {handler.queue: handler for handler in parts.handlers}
+        for handler in parts.handlers:
             handler.check()
-        self._left = asyncio.Event()
-        self._link: ChildChannel[ToChild] = ChildChannel(
-            ToChild, self._received, self._orphaned, self._orphaned, self._unsendable
-        )
-        self._steps = steps
-        self._runner: Runner[int] = Runner(
-            self._parts.around, THREADS, ended=self._ended, reported=self._progressed, steps=self._stepped
-        )
-        self._teller = HookDispatcher(self._parts.on_event, self._parts.around.report_error, on_threads=True)
+        self._leaving = asyncio.Event()
+        self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
+        self._runner = ProbedRunner(parts.hooks, self, probe)
+        self._hooks = HookDispatcher(parts.on_event, parts.hooks.report_error, on_threads=True)
 
     async def serve(self, end: socket.socket) -> None:
-        """Until told to leave."""
+        """Run jobs until the parent says `Leave`."""
         self._loop = asyncio.get_running_loop()
-        await self._link.connect(end)
+        await self._channel.connect(end)
         async with AsyncExitStack() as stack:
             try:
                 await self._get_ready(stack)
             except Exception:
-                told = f"the app's lifespan could not be entered:\n{traceback.format_exc().rstrip()}"
-                self._link.send(Broken(told, mistake=True))
-                self._link.flush()
+                message = f"the app's lifespan could not be entered:\n{traceback.format_exc().rstrip()}"
+                self._channel.send(Broken(message, mistake=True))
+                self._channel.flush()
                 return
-            telling = asyncio.create_task(self._teller.run())
-            self._link.send(self._hello())
+            dispatching = asyncio.create_task(self._hooks.run())
+            self._channel.send(self._hello())
             try:
-                await self._left.wait()
+                await self._leaving.wait()
             except asyncio.CancelledError:
                 _crash()  # A handler has cancelled every task. Its neighbours have not.
-            await self._teller.end(telling, HOOKS_S)
+            await self._hooks.end(dispatching, HOOKS_S)
             self._runner.close()
 
     async def _get_ready(self, stack: AsyncExitStack) -> None:
-        self._app.defer()
-        await stack.enter_async_context(self._app)
+        await stack.enter_async_context(open_lazily(self._app))
         if self._parts.lifespan is not None:
             self._runner.resources = await stack.enter_async_context(self._parts.lifespan())
 
     def _hello(self) -> Hello:
-        address = self._parts.address
-        self._link.limit = frame_limit(address.max_payload)
+        parts = self._parts
+        self._channel.limit = frame_limit(parts.max_payload)
         return Hello(
-            [handler.config for handler in self._handlers.values()],
-            address.url,
-            address.namespace,
-            address.max_payload,
-            bool(self._parts.on_event),
-            bool(self._parts.around.errors),
+            configs=[handler.config for handler in self._handlers.values()],
+            url=parts.url,
+            namespace=parts.namespace,
+            max_payload=parts.max_payload,
+            hooks=bool(parts.on_event),
+            error_hooks=bool(parts.hooks.errors),
         )
 
-    def _received(self, messages: list[ToChild]) -> None:
+    def received(self, messages: list[ToChild]) -> None:
+        """Messages have come from the parent."""
         for message in messages:
             match message:
                 case Start(number, queue, job, id):
@@ -129,48 +166,49 @@ class ChildRuntime:
                     if queue in self._handlers:
                         self._runner.start(number, self._handlers[queue], job)
                     else:
-                        self._link.send(Refused(number))
+                        self._channel.send(Refused(number))
                 case Stop(number, why):
                     self._runner.stop(number, why)
                 case Ping():
-                    self._link.send(Pong(memory()))
+                    self._channel.send(Pong(memory()))
                 case Happened(event, id):
                     event = event if id is None else replace(event, id=id.decode("utf-8", "surrogateescape"))
-                    self._teller.event(event)
-                case HookError(error, told, where):
-                    self._teller.report_error(_rebuilt(error, told), where)
+                    self._hooks.publish(event)
+                case HookError(error, text, where):
+                    self._hooks.report_error(_rebuilt(error, text), where)
                 case Leave():
-                    self._left.set()
+                    self._leaving.set()
                 case Begin():
                     pass  # That was the first one, and is done.
 
-    def _stepped(self, number: int, run: Coroutine[Any, Any, Ended]) -> Probed:
-        """Should a run block the loop, the parent can see which it was."""
-        return Probed(run, partial(self._steps.begin, number), self._steps.end)
+    def finished(self, number: int, ended: Ended) -> None:
+        """A run is over."""
+        self._channel.send(Finished(number, ended))
 
-    def _ended(self, number: int, ended: Ended) -> None:
-        self._link.send(Done(number, ended))
+    def progressed(self, number: int, progress: bytes) -> None:
+        """A run has new progress. From any thread."""
+        self._loop.call_soon_threadsafe(self._channel.send, Progress(number, progress))
 
-    def _progressed(self, number: int, progress: bytes) -> None:
-        """From any thread."""
-        self._loop.call_soon_threadsafe(self._link.send, Progress(number, progress))
-
-    def _unsendable(self, message: object, error: Exception) -> None:
-        """A result or an error that does not fit through. What msgpack cannot carry is most likely in its details."""
-        if not isinstance(message, Done):
+    def unsendable(self, message: Any, error: Exception) -> None:
+        """A result or an error cannot be sent. What msgpack cannot carry is most likely in the error's details."""
+        if not isinstance(message, Finished):
             return
         ended = message.ended
         if isinstance(ended, Raised | TimedOut) and ended.error.details is not None:
-            self._link.send(Done(message.number, replace(ended, error=replace(ended.error, details=None))))
+            self._channel.send(Finished(message.number, replace(ended, error=replace(ended.error, details=None))))
         else:
             refused = JobError(
                 type="PayloadRejected", kind="permanent", message=f"what it gave cannot be sent: {error}"
             )
-            self._link.send(Done(message.number, Raised(refused)))
+            self._channel.send(Finished(message.number, Raised(refused)))
 
-    def _orphaned(self, why: str) -> None:
-        """The parent is gone, or a handler has closed our connection: either way nobody hears us. What handlers have
-        started ends, too."""
+    def channel_broken(self, why: str) -> None:
+        """The parent never sends anything but frames: a handler has written to our connection."""
+        self.channel_lost(why)
+
+    def channel_lost(self, why: str) -> None:
+        """The parent is gone, or a handler has closed our connection. This process ends, with the processes that
+        handlers have started."""
         try:
             os.killpg(os.getpid(), signal.SIGKILL)
         except ProcessLookupError:
@@ -178,18 +216,18 @@ class ChildRuntime:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rebuilt(name: str, told: str) -> Exception:
-    """An error of the parent's, as one of the same kind if we have it."""
+def _rebuilt(name: str, message: str) -> Exception:
+    """An error of the parent, as one of the same class if it is an error of Holdfast."""
     kind = getattr(errors, name, HoldfastError)
     try:
-        error: Exception = kind(told)
+        error: Exception = kind(message)
     except TypeError:  # It takes more than a message.
-        return HoldfastError(told)
+        return HoldfastError(message)
     return error
 
 
 def _let_it_pass(number: int, frame: object) -> None:
-    """A terminal, or a service manager, tells the whole tree. Our parent is told, too, and sees to us."""
+    """A terminal, or a service manager, signals the whole tree. Our parent gets the signal, too, and ends us."""
 
 
 def _crash() -> NoReturn:
@@ -225,18 +263,19 @@ def main() -> None:
     is_child_of(parent)
     end = socket.socket(fileno=end_number)
     end.set_inheritable(False)
-    steps = map_page(page)
+    probe = attach_probe(page)
     try:
         begin = receive(end, Begin)
     except EOFError:
         return
     try:
         if begin.version != VERSION:
-            raise HoldfastError(f"the worker is of release {begin.version}, this is {VERSION}: start the worker anew")
+            raise HoldfastError(f"the worker is of release {begin.version}, this is {VERSION}: restart the worker")
         if begin.logs is not None:
-            set_up(begin.logs)
+            set_up_logging(begin.logs)
         sys.path[:] = begin.path
-        child = ChildRuntime(load(begin.target, Holdfast), steps)
+        app = import_app(begin.target, RunnableApp)  # type: ignore[type-abstract]
+        child = ChildRuntime(app, probe)
     except HoldfastError as error:
         end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)

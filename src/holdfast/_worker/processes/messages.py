@@ -1,4 +1,4 @@
-"""What a worker and its child processes say to each other: msgpack frames over a socket pair. Nothing is pickled.
+"""Messages between a worker and its child processes: msgpack frames over a socket pair. Nothing is pickled.
 
 A frame is its length in four bytes and a list of messages. Whatever does not decode, or is too long, breaks the link: a
 handler can write to any file descriptor of its process.
@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig
-from holdfast._worker.executor import RunEvent, StopReason
-from holdfast._worker.logs import Logs
+from holdfast._worker.executor import StopReason
+from holdfast._worker.telemetry import Logs, RunEvent
 
 MAX_FRAME_BYTES = 1 << 26
 """64 MiB, or what one payload of the largest size needs: `frame_limit`."""
@@ -26,14 +25,14 @@ _LENGTH = struct.Struct("!I")
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """One thing to say."""
+    """Base of all messages."""
 
 
 # To a child
 
 
 class Begin(Message, frozen=True):
-    """What to be: the first message, before anything of the user's is imported."""
+    """The first message: which app to load. The child imports none of the user's code before it."""
 
     version: str
     worker: str
@@ -50,30 +49,32 @@ class Start(Message, frozen=True):
     queue: str
     job: Job
     id: bytes | None
-    """The job's id, if it is no text: then the job has none. See `without_odd_id`."""
+    """The job's id, if it is not text: then the job has none. See `without_odd_id`."""
 
 
 class Stop(Message, frozen=True):
+    """Ask a run to end."""
+
     number: int
     why: StopReason
 
 
 class Ping(Message, frozen=True):
-    """Are you there? Answered by the child's event loop."""
+    """Asks the child's event loop for a Pong."""
 
 
 class Happened(Message, frozen=True):
-    """For the app's hooks."""
+    """An event for the app's hooks."""
 
     event: RunEvent
     id: bytes | None
 
 
 class HookError(Message, frozen=True):
-    """For the app's error hooks."""
+    """An error for the app's error hooks."""
 
     error: str
-    """What kind it is."""
+    """The name of its class."""
     message: str
     where: str
 
@@ -88,9 +89,9 @@ class Leave(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The app is loaded: this is what it runs, and where its jobs are."""
 
-    config: list[QueueConfig]
+    configs: list[QueueConfig]
     url: str | None
-    """None if the app was given a storage of its own."""
+    """None if the app was given an open storage instead of a URL."""
     namespace: str
     max_payload: int | None
     hooks: bool
@@ -105,7 +106,9 @@ class Broken(Message, frozen=True):
     """It is the user's, not ours."""
 
 
-class Done(Message, frozen=True):
+class Finished(Message, frozen=True):
+    """A run is over."""
+
     number: int
     ended: Ended
 
@@ -117,17 +120,21 @@ class Refused(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
+    """A run has new progress."""
+
     number: int
     progress: bytes
 
 
 class Pong(Message, frozen=True):
+    """Answer to a Ping."""
+
     memory: int
     """Bytes that the child has in memory."""
 
 
 ToChild = Begin | Start | Stop | Ping | Happened | HookError | Leave
-FromChild = Hello | Broken | Done | Refused | Progress | Pong
+FromChild = Hello | Broken | Finished | Refused | Progress | Pong
 
 M = TypeVar("M")
 
@@ -161,23 +168,31 @@ def encode(messages: list[Any], limit: int = MAX_FRAME_BYTES) -> list[bytes]:
     return encode(messages[:middle], limit) + encode(messages[middle:], limit)
 
 
-class ChildChannel(asyncio.Protocol, Generic[M]):
-    """One end of a socket pair, on an event loop. What is said within one turn of the loop travels together."""
+class ChannelOwner(Protocol[M]):
+    """Gets what happens on one end of a channel."""
 
-    def __init__(
-        self,
-        reads: Any,
-        received: Callable[[list[M]], None],
-        broken: Callable[[str], None],
-        lost: Callable[[str], None],
-        unsendable: Callable[[Any, Exception], None],
-    ) -> None:
+    def received(self, messages: list[M], /) -> None:
+        """Messages have come, in order."""
+
+    def channel_broken(self, why: str, /) -> None:
+        """The other end has sent bytes that are not a frame."""
+
+    def channel_lost(self, why: str, /) -> None:
+        """The connection has ended."""
+
+    def unsendable(self, message: Any, error: Exception, /) -> None:
+        """A message cannot be encoded, or is too long."""
+
+
+class ChildChannel(asyncio.Protocol, Generic[M]):
+    """One end of a socket pair, on an event loop. Messages that are sent within one turn of the loop travel
+    together."""
+
+    def __init__(self, reads: Any, owner: ChannelOwner[M]) -> None:
+        """`reads` is the union of the messages that come from the other end."""
         self.limit = MAX_FRAME_BYTES
-        self._unsendable = unsendable
+        self._owner = owner
         self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[reads])
-        self._received = received
-        self._broken = broken
-        self._lost = lost
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._out: list[Any] = []
@@ -197,7 +212,7 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         self._out.append(message)
 
     def flush(self) -> None:
-        """Say what has not been said. Those that travel with a message that cannot be sent are not lost."""
+        """Send what waits. Messages that travel with one that cannot be sent are not lost."""
         out, self._out = self._out, []
         if not out or self._transport is None or self._transport.is_closing():
             return
@@ -205,7 +220,7 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
             frames = encode(out, self.limit)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             if len(out) == 1:
-                self._unsendable(out[0], error)
+                self._owner.unsendable(out[0], error)
                 return
             for message in out:
                 self._out.append(message)
@@ -235,7 +250,7 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
                 self._fail(f"it sent what is no frame ({error})")
                 return
             at = end
-            self._received(messages)
+            self._owner.received(messages)
         del self._buffer[:at]
         if not self._buffer:
             self.part_since = None
@@ -243,12 +258,12 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
             self.part_since = asyncio.get_running_loop().time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost("it closed its connection" if exc is None else f"its connection broke ({exc})")
+        self._owner.channel_lost("it closed its connection" if exc is None else f"its connection broke ({exc})")
 
     def _fail(self, why: str) -> None:
         self._buffer.clear()
         self.part_since = None
-        self._broken(why)
+        self._owner.channel_broken(why)
         self.close()
 
 

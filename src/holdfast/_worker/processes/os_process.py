@@ -2,13 +2,14 @@
 
 Each is the head of a process group of its own, so that what a handler has started dies with it. On Linux the kernel
 itself kills the group when the parent is gone, whatever the child is doing; elsewhere the child sees that its
-connection ended.
+connection ended. `LoopProbe` shows the parent which run the event loop of a child executes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import signal
 import socket
@@ -18,11 +19,11 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from holdfast._worker.processes.steps import share_page
 from holdfast.errors import OptionError
 
-GROUP_LOOKS, LOOK_S = 100, 0.01
-"""How often to look whether the last process of a killed group is gone, and after how long again."""
+F_SEAL_FUTURE_WRITE = 0x10
+GROUP_POLLS, GROUP_POLL_S = 100, 0.01
+"""How often to check whether the last process of a killed group is gone, and the pause between two checks."""
 
 
 _in_child = False
@@ -65,8 +66,8 @@ class Process:
     """A child process, and our end of the way to it."""
 
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. `name` is shown by ps. The child is told two file descriptors, its end of the
-        socket pair and a page of memory that both see, and who its parent is."""
+        """Start `python -m module`. `name` is shown by ps. The child gets two file descriptors, its end of the
+        socket pair and the memory of its probe, and its parent's process id."""
         if _in_child:
             raise OptionError(
                 "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
@@ -76,8 +77,8 @@ class Process:
             self.end, end = socket.socketpair()
             ours.callback(self.end.close)
             theirs.callback(end.close)
-            page, self.steps = share_page()
-            ours.callback(self.steps.close)
+            page, self.probe = create_probe()
+            ours.callback(self.probe.close)
             if page >= 0:
                 theirs.callback(os.close, page)
             given = (end.fileno(), page)
@@ -121,20 +122,20 @@ class Process:
             try:
                 loop.call_soon_threadsafe(end)
             except RuntimeError:
-                pass  # The loop has closed. Nobody is left to be told.
+                pass  # The loop has closed.
 
         threading.Thread(target=wait, name=f"holdfast-child-{self.pid}", daemon=True).start()
 
     def kill(self) -> None:
         """Kill the process and all of its group, whatever they are doing."""
-        if self._process.returncode is None:  # Until it is reaped, nobody else can have its number.
+        if self._process.returncode is None:  # Until it is reaped, no other process can have its number.
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass  # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
             self._process.kill()
 
-    async def bury(self, patience_s: float = 0.0) -> str | None:
+    async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
         """Kill it, unless it ends by itself in time, and return when it is certainly gone: how it ended, if that was by
         itself."""
         try:
@@ -146,8 +147,8 @@ class Process:
         self.kill()
         await self._exited.wait()
         self._process.wait()
-        await self._until_the_group_is_gone()
-        return said_of(self._process.returncode) if by_itself else None
+        await self._until_group_is_gone()
+        return exit_reason(self._process.returncode) if by_itself else None
 
     def close(self) -> None:
         """Let go of what is left of it here."""
@@ -157,16 +158,16 @@ class Process:
             self._pidfd = None
         self._ours.close()
 
-    async def _until_the_group_is_gone(self) -> None:
+    async def _until_group_is_gone(self) -> None:
         """Those in the group are not our children: we cannot wait for them, only look."""
-        for _ in range(GROUP_LOOKS):
+        for _ in range(GROUP_POLLS):
             if not _group_lives(self.pid):
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(GROUP_POLL_S)
 
 
 def _group_lives(number: int) -> bool:
-    """Is anybody left in a process group? Zombies do not count: in a container they may never be reaped."""
+    """Is a process left in a group? Zombies do not count: in a container they may never be reaped."""
     try:
         os.killpg(number, 0)
     except OSError:
@@ -197,7 +198,7 @@ def _pidfd(pid: int) -> int | None:
         raise
 
 
-def said_of(returncode: int | None) -> str:
+def exit_reason(returncode: int | None) -> str:
     """How a process ended, in words."""
     if returncode is None or returncode >= 0:
         return f"it exited with status {returncode}"
@@ -205,6 +206,87 @@ def said_of(returncode: int | None) -> str:
         return f"it was killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"it was killed by signal {-returncode}"
+
+
+# Which run a child executes
+
+
+class LoopProbe:
+    """Shows which run an event loop executes, and which it has begun, in memory that parent and child share: the parent
+    can read it when the loop is blocked, and when the process is dead.
+
+    The memory is sealed: a handler that writes to every file descriptor, or truncates it, must not change what it
+    shows. Where there are no seals (Linux has them) there is no page, and nothing is known.
+    """
+
+    SIZE = 24
+
+    def __init__(self, page: mmap.mmap | None) -> None:
+        self._page = page
+        self._bytes = None if page is None else memoryview(page)
+        self._now = None if self._bytes is None else self._bytes.cast("Q")
+
+    def begin(self, number: int) -> None:
+        """The loop begins to execute run `number`. Runs have rising numbers, and begin in that order."""
+        now = self._now
+        if now is not None:
+            now[1] += 1
+            now[0] = number
+            if number > now[2]:
+                now[2] = number
+
+    def end(self) -> None:
+        if self._now is not None:
+            self._now[0] = 0
+
+    def read(self) -> tuple[int, int]:
+        """The run whose step is going on, 0 if none is; and which step that is."""
+        return (0, 0) if self._now is None else (self._now[0], self._now[1])
+
+    def has_begun(self, number: int) -> bool:
+        """Has this run begun? True where that is not known."""
+        return self._now is None or number <= self._now[2]
+
+    def close(self) -> None:
+        if self._now is not None and self._bytes is not None and self._page is not None:
+            self._now.release()
+            self._bytes.release()
+            self._page.close()
+            self._now = self._bytes = self._page = None
+
+
+def create_probe() -> tuple[int, LoopProbe]:
+    """In the parent: memory to share with a child, as a file descriptor to give it (-1 if there can be none) and as
+    what is read from it."""
+    if sys.platform != "linux":
+        return -1, LoopProbe(None)
+    import fcntl
+
+    page = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(page, LoopProbe.SIZE)
+        fcntl.fcntl(page, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return page, LoopProbe(mmap.mmap(page, LoopProbe.SIZE, access=mmap.ACCESS_READ))
+    except BaseException:
+        os.close(page)
+        raise
+
+
+def attach_probe(page: int) -> LoopProbe:
+    """In the child: the page to write to, which from now on is written to in no other way."""
+    if page < 0 or sys.platform != "linux":
+        return LoopProbe(None)
+    import fcntl
+
+    probe = LoopProbe(mmap.mmap(page, LoopProbe.SIZE))
+    try:
+        fcntl.fcntl(page, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError:  # An old kernel. What could be overwritten is not to be relied on.
+        probe.begin(2**63)  # From now on every run counts as begun.
+        probe.end()
+        probe.close()
+    os.close(page)
+    return probe
 
 
 # In the child

@@ -1,7 +1,8 @@
-"""Runs in child processes, which can be killed: a handler may hang, crash or eat memory, and costs nobody else a job.
+"""Runs in child processes, which can be killed: a handler may hang, crash or eat memory, and costs no other job.
 
-Here is the set of them: how many there are, which run goes where, and how one is replaced: first its successor comes,
-then it takes no more runs, and goes when those it has are over. The life of one is in child_handle.py.
+The pool decides how many children there are, which run goes to which, and how one is replaced: first its successor is
+started, then it retires: it takes no more runs, and exits when those it has are over. The life of one child is in
+child_handle.py.
 """
 
 from __future__ import annotations
@@ -10,73 +11,82 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from holdfast._core.capacity import Capacity
+import msgspec
+
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped
-from holdfast._worker.executor import Executor, Listener, OnEvent, Run, StopReason
-from holdfast._worker.logs import Logs
-from holdfast._worker.processes.child_handle import CannotStart, ChildHandle, ChildState, Parent
+from holdfast._worker.executor import Executor, Run, StopReason
+from holdfast._worker.processes.child_handle import ChildHandle, ChildStartError, ChildState, wait_until
+from holdfast._worker.processes.hook_forwarder import HookForwarder
 from holdfast._worker.processes.messages import Begin, Hello
-from holdfast._worker.processes.relay import HookForwarder, log_trouble
+from holdfast._worker.telemetry import Logs, OnEvent, log_error
 from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
+if TYPE_CHECKING:
+    from holdfast._worker.context import WorkerContext
+
 CAPACITY = 100
 """Units of one child."""
-LOOK_S = 0.25
-"""How often children are looked at."""
+CHECK_S = 0.25
+"""Interval of the checks of all children."""
 PATIENCE_S = 6.0
 """How long children may take to leave, when the pool closes."""
 REFUSED_S = 1.0
-"""A queue that a child does not know, because its code is another, is left alone for so long."""
+"""Nothing is claimed for this long from a queue that a child does not know, because its code is older or newer."""
 SPARE_IDLE_S = 10.0
-"""A spare child is kept this long for the next run that must be alone."""
+"""A spare child is kept this long for the next isolated run."""
 RESTART_S = (0.1, 5.0)
 """After a child that could not start: the first pause, and the longest."""
 
 log = logging.getLogger("holdfast.worker")
 
 
+class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a pool."""
+
+    target: str
+    """Where children find the app: `module:name`."""
+    path: Sequence[str]
+    """Where modules are found: `sys.path`."""
+    worker: str
+    """The worker's name, shown by ps."""
+    processes: int
+    drain_grace_s: float = 10.0
+    """How long the other runs of a child may go on when one of them does not stop."""
+    max_jobs: int | None = None
+    """A child is replaced after this many jobs."""
+    max_memory: int | None = None
+    """A child is replaced when it has more bytes in memory."""
+    logs: Logs | None = None
+    forwards_hooks: bool = False
+    """The app's hooks are called in a child, because this process has none of its code."""
+
+
 class Pool(Executor):
-    """Child processes, started, fed, watched and replaced."""
+    """Child processes: started, given runs, checked and replaced."""
 
     name = "processes"
-    room_capacity = CAPACITY
+    host_capacity = CAPACITY
 
-    def __init__(
-        self,
-        target: str,
-        path: Sequence[str],
-        *,
-        processes: int,
-        worker: str,
-        drain_grace_s: float = 10.0,
-        max_jobs: int | None = None,
-        max_memory: int | None = None,
-        logs: Logs | None = None,
-        relays: bool = False,
-    ) -> None:
-        """`relays`: the app's hooks are called in a child, because this process knows none of its code."""
+    def __init__(self, settings: PoolSettings) -> None:
         super().__init__()
-        self._begin = Begin(VERSION, worker, target, list(path), logs)
-        self._processes = processes
-        self._drain_grace_s = drain_grace_s
-        self.kill_allowance_s = drain_grace_s + 2.0
-        self._max_jobs = max_jobs
-        self._max_memory = max_memory
-        self._relays = relays
-        self._relay = HookForwarder(lambda: self._children.values())
+        self._settings = settings
+        self._begin = Begin(VERSION, settings.worker, settings.target, list(settings.path), settings.logs)
+        self.kill_allowance_s = settings.drain_grace_s + 2.0
         self._children: dict[int, ChildHandle] = {}
+        self._forwarder = HookForwarder(self._children)
         self._numbers = itertools.count(1)
-        self._in_hand: deque[Run] = deque()
-        """Runs that wait for a room."""
+        self._unplaced: deque[Run] = deque()
+        """Runs that wait for a host."""
         self._hello: Hello | None = None
         self._pause_s = RESTART_S[0]
         self._restart_at = 0.0
         self._reloading: asyncio.Task[None] | None = None
-        self._turned = asyncio.Event()
-        """Something has changed with a child."""
+        self._changed = asyncio.Event()
+        """Set when the state of a child has changed."""
         self._winding_down = False
         self._closing = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -84,15 +94,15 @@ class Pool(Executor):
 
     # From start to end
 
-    async def open(self, fleet: Capacity, to: Listener) -> None:
+    async def open(self, context: WorkerContext) -> None:
         """Start the first child, and have it load the app."""
-        await super().open(fleet, to)
+        await super().open(context)
         started = asyncio.Event()
         self._main = asyncio.create_task(self._supervise(started), name="holdfast pool")
         try:
             await started.wait()
             first = self._spawn()
-            await self._until(lambda: first.hello is not None or first.failure is not None)
+            await wait_until(self._changed, lambda: first.hello is not None or first.failure is not None)
             if first.failure is not None:
                 raise first.failure
             self._hello = first.hello
@@ -102,9 +112,10 @@ class Pool(Executor):
             raise
 
     async def _supervise(self, started: asyncio.Event) -> None:
-        async with asyncio.TaskGroup() as self._tasks:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
             started.set()
-            watching = self._tasks.create_task(self._watch())
+            watching = tasks.create_task(self._watch())
             try:
                 await self._closing.wait()
             finally:
@@ -114,7 +125,7 @@ class Pool(Executor):
                 child.leave()
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    await self._until(lambda: not self._children)
+                    await wait_until(self._changed, lambda: not self._children)
             except TimeoutError:
                 for child in list(self._children.values()):
                     log.warning("child %d does not leave: it is killed", child.process.pid)
@@ -135,43 +146,35 @@ class Pool(Executor):
 
     @property
     def hello(self) -> Hello:
-        """What the newest child has said of the app."""
+        """What the newest child reported about the app."""
         assert self._hello is not None
         return self._hello
 
     @property
-    def config(self) -> list[QueueConfig]:
-        return [] if self._hello is None else self._hello.config
-
-    async def _until(self, true: Callable[[], bool]) -> None:
-        """Until something is so of the children."""
-        while not true():
-            self._turned.clear()
-            await self._turned.wait()
+    def configs(self) -> list[QueueConfig]:
+        return [] if self._hello is None else self._hello.configs
 
     async def _watch(self) -> None:
         for number in itertools.count():
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             now = asyncio.get_running_loop().time()
             for child in list(self._children.values()):
-                child.look(number, now)
+                child.check(number, now)
                 if child.open:
-                    self._fleet.hears(child.number, not child.is_deaf(now))
+                    self._capacity.set_responsive(child.number, not child.is_unresponsive(now))
                     if child.spare and not child.runs and now >= child.idle_since + SPARE_IDLE_S:
-                        child.drain()
+                        child.retire()
             self._fill()
-            self._place_those_in_hand()
+            self._place_waiting()
 
     # Children come and go
 
     def _spawn(self, *, spare: bool = False) -> ChildHandle:
-        parent = Parent(self._moved, self._run_over, self._refused, self._to.reported, self._answered)
+        number, grace_s = next(self._numbers), self._settings.drain_grace_s
         try:
-            child = ChildHandle(
-                next(self._numbers), self._begin, parent, spare=spare, drain_grace_s=self._drain_grace_s
-            )
+            child = ChildHandle(number, self, self._begin, spare=spare, drain_grace_s=grace_s)
         except OSError as error:
-            raise CannotStart(f"a child process could not be started: {error}") from error
+            raise ChildStartError(f"a child process could not be started: {error}") from error
         keeping = self._keep(child)
         try:
             self._tasks.create_task(keeping, name=f"holdfast child {child.process.pid}")
@@ -179,7 +182,7 @@ class Pool(Executor):
             keeping.close()
             child.process.kill()
             child.process.close()
-            raise CannotStart("the worker is about to end") from None
+            raise ChildStartError("the worker is about to end") from None
         self._children[child.number] = child
         return child
 
@@ -195,38 +198,38 @@ class Pool(Executor):
     def _gone(self, child: ChildHandle) -> None:
         del self._children[child.number]
         if child.hello is not None:
-            self._fleet.drop(child.number)
+            self._capacity.drop_host(child.number)
         if child.failure is not None:
             self._could_not_start(child.failure, spare=child.spare)
         elif child.crashed and not child.taken:
-            self._wait_before_the_next()  # It was no handler's doing: the next one may end likewise.
-        self._turned.set()
-        self._see_to_everything()
+            self._wait_before_the_next()  # No handler ran in it: the next one may end likewise.
+        self._changed.set()
+        self._refresh()
 
-    def _moved(self, child: ChildHandle) -> None:
-        """A child is in another phase."""
-        self._turned.set()
+    def child_moved(self, child: ChildHandle) -> None:
+        """A child is in another state."""
+        self._changed.set()
         if child.hello is None:
             return  # It could not start: it is not known why before it is gone.
-        if child.phase is ChildState.OPEN:
-            self._fleet.open(child.number, spare=child.spare)
+        if child.state is ChildState.OPEN:
+            self._capacity.open_host(child.number, spare=child.spare)
             self._retire_one_too_many()
-            self._relay.flush()
+            self._forwarder.flush()
         else:
-            self._fleet.shut(child.number)
-        self._see_to_everything()
+            self._capacity.close_host(child.number)
+        self._refresh()
 
-    def _see_to_everything(self) -> None:
+    def _refresh(self) -> None:
         self._fill()
-        self._place_those_in_hand()
-        self._to.changed()
+        self._place_waiting()
+        self._context.claimer.changed()
 
     def _fill(self) -> None:
-        """Have as many children as there shall be. One that is worn counts as gone: its successor comes first."""
-        there = [
-            c for c in self._children.values() if not c.spare and c.phase in (ChildState.STARTING, ChildState.OPEN)
-        ]
-        self._start(self._processes - sum(not child.worn for child in there))
+        """Start the children that are missing. One that is to be replaced counts as gone: its successor comes
+        first."""
+        usual = [child for child in self._children.values() if not child.spare]
+        present = [child for child in usual if child.state in (ChildState.STARTING, ChildState.OPEN)]
+        self._start(self._settings.processes - sum(not child.to_be_replaced for child in present))
 
     def _start(self, count: int, *, spare: bool = False) -> None:
         """Start children, unless the worker ends, or it was tried in vain a moment ago."""
@@ -250,117 +253,120 @@ class Pool(Executor):
 
     def _wait_before_the_next(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._restart_at:  # Several at one moment are one trouble.
+        if now >= self._restart_at:  # Several failures at one moment count once.
             self._restart_at = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, RESTART_S[1])
 
     def _retire_one_too_many(self) -> None:
-        """A successor has come: one that is worn goes, the oldest if none is."""
-        there = [child for child in self._children.values() if child.open and not child.spare]
-        if len(there) > self._processes:
-            min(there, key=lambda child: (not child.worn, child.number)).drain()
+        """A successor is ready: a child that is to be replaced retires, the oldest if there is none."""
+        present = [child for child in self._children.values() if child.open and not child.spare]
+        if len(present) > self._settings.processes:
+            min(present, key=lambda child: (not child.to_be_replaced, child.number)).retire()
 
-    def _wear_out(self, child: ChildHandle, why: str) -> None:
-        if child.open and not (child.worn or child.spare):
+    def _replace(self, child: ChildHandle, why: str) -> None:
+        if child.open and not (child.to_be_replaced or child.spare):
             log.info("child %d is replaced: %s", child.process.pid, why)
-            child.worn = True
+            child.to_be_replaced = True
             self._fill()
 
-    def _answered(self, child: ChildHandle, memory: int) -> None:
-        self._relay.flush()
-        if self._max_memory is not None and memory > self._max_memory and child.taken:
-            self._wear_out(child, f"it has {memory >> 20} MiB in memory")
+    def child_answered(self, child: ChildHandle, memory: int) -> None:
+        """A child has answered a ping, and has this many bytes in memory."""
+        max_memory = self._settings.max_memory
+        self._forwarder.flush()
+        if max_memory is not None and memory > max_memory and child.taken:
+            self._replace(child, f"it has {memory >> 20} MiB in memory")
 
     # Runs
 
     @property
     def runs(self) -> list[Run]:
-        return [*self._runs, *self._in_hand]
+        return [*self._runs, *self._unplaced]
 
     def start(self, run: Run) -> None:
         if not self._place(run):
-            self._in_hand.append(run)
-            self._fleet.take_in_hand(run.queue, alone=run.alone)
+            self._unplaced.append(run)
+            self._capacity.add_unplaced(run.queue, isolated=run.isolated)
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
-        room = self._fleet.find_room(run.queue, alone=run.alone)
-        if room is None:
+        host = self._capacity.find_host(run.queue, isolated=run.isolated)
+        if host is None:
             return False
-        child = self._children[room]
-        self._began(run, room)
+        child = self._children[host]
+        self._started(run, host)
         child.give(run)
-        if self._max_jobs is not None and child.taken >= self._max_jobs:
-            self._wear_out(child, f"it was given {child.taken} jobs")
+        if self._settings.max_jobs is not None and child.taken >= self._settings.max_jobs:
+            self._replace(child, f"it was given {child.taken} jobs")
         return True
 
-    def _place_those_in_hand(self) -> None:
-        for run in list(self._in_hand):
+    def _place_waiting(self) -> None:
+        for run in list(self._unplaced):
             if self._place(run):
-                self._let_go(run)
+                self._remove_unplaced(run)
         self._start_spares()
 
-    def _let_go(self, run: Run) -> None:
-        self._in_hand.remove(run)
-        self._fleet.out_of_hand(run.queue, alone=run.alone)
+    def _remove_unplaced(self, run: Run) -> None:
+        self._unplaced.remove(run)
+        self._capacity.remove_unplaced(run.queue, isolated=run.isolated)
 
     def _start_spares(self) -> None:
-        """A run that must be alone gets a spare child, so that others do not wait for it. There are never more of those
-        than of others."""
-        spares = [c for c in self._children.values() if c.spare and c.phase in (ChildState.STARTING, ChildState.OPEN)]
-        coming = sum(child.phase is ChildState.STARTING for child in spares)
-        suspects = sum(run.alone for run in self._in_hand)
-        self._start(min(suspects - coming, self._processes - len(spares)), spare=True)
+        """Start spare children for isolated runs, so that others do not wait for those. There are never more spare
+        children than others."""
+        spares = [c for c in self._children.values() if c.spare and c.state in (ChildState.STARTING, ChildState.OPEN)]
+        coming = sum(child.state is ChildState.STARTING for child in spares)
+        suspects = sum(run.isolated for run in self._unplaced)
+        self._start(min(suspects - coming, self._settings.processes - len(spares)), spare=True)
 
-    def _run_over(self, child: ChildHandle, run: Run, ended: Ended) -> None:
-        if child.phase is not ChildState.OVER:
+    def finished(self, run: Run, ended: Ended) -> None:
+        if run.host is not None and self._children[run.host].state is not ChildState.OVER:
             self._pause_s = RESTART_S[0]
-        self._finish(run, ended)
-        if self._in_hand:
-            self._place_those_in_hand()
+        super().finished(run, ended)
+        if run.host is not None and self._unplaced:
+            self._place_waiting()
 
-    def _refused(self, run: Run) -> None:
-        self._fleet.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
+    def refused(self, run: Run) -> None:
+        """A child does not know the queue of a run."""
+        self._context.claimer.rest(run.queue, REFUSED_S)
 
-    def _ask(self, run: Run, why: StopReason) -> None:
-        if run.room is None:
-            self._let_go(run)
-            self._finish(run, Stopped("not_started"))
+    def _ask_to_stop(self, run: Run, why: StopReason) -> None:
+        if run.host is None:
+            self._remove_unplaced(run)
+            self.finished(run, Stopped("not_started"))
         else:
-            self._children[run.room].stop(run, why)
+            self._children[run.host].stop(run, why)
 
-    def _past_its_grace(self, run: Run) -> None:
-        self._child_of(run).doom()
+    def _grace_over(self, run: Run) -> None:
+        self._child_of(run).kill_soon()
 
     def _kill(self, run: Run) -> None:
         if not run.done:
             self._child_of(run).kill()
 
     def _child_of(self, run: Run) -> ChildHandle:
-        assert run.room is not None
-        return self._children[run.room]
+        assert run.host is not None
+        return self._children[run.host]
 
     # Hooks
 
     @property
-    def hooks(self) -> list[OnEvent]:
-        return [self._relay.event] if self._relays and self.hello.hooks else []
+    def event_hooks(self) -> list[OnEvent]:
+        return [self._forwarder.publish] if self._settings.forwards_hooks and self.hello.hooks else []
 
     async def report_error(self, error: BaseException, where: str) -> None:
-        """Trouble for the app's own hooks, or for the log."""
+        """Report an error to the app's error hooks, or to the log if there is none."""
         if self.hello.error_hooks:
-            self._relay.report_error(error, where)
+            self._forwarder.report_error(error, where)
         else:
-            log_trouble(error, where)
+            log_error(error, where)
 
     # New code
 
     async def reload(self) -> bool:
-        """Replace every child by one that loads the code anew, one after the other. False if that does not start: then
+        """Replace every child by one that loads the code again, one after the other. False if that does not start: then
         those that run go on."""
         if self._reloading is not None:
             return False
-        old = [child for child in self._children.values() if not child.spare and not child.worn]
+        old = [child for child in self._children.values() if not child.spare and not child.to_be_replaced]
         self._reloading = self._tasks.create_task(self._roll(old))
         await asyncio.wait([self._reloading])
         ok = not self._reloading.cancelled()
@@ -368,14 +374,14 @@ class Pool(Executor):
         if not ok:
             left = [child for child in old if child.open]
             for child in left:
-                child.worn = False
+                child.to_be_replaced = False
             log.error("the new code does not load: %d of %d children go on with the old one", len(left), len(old))
         return ok
 
     async def _roll(self, old: Sequence[ChildHandle]) -> None:
         for child in old:
-            await self._until(lambda: child.phase is not ChildState.STARTING)  # noqa: B023 -- It may have read the old code.
-            self._wear_out(child, "the code is loaded anew")
-            await self._until(lambda: not child.open)  # noqa: B023
+            await wait_until(self._changed, lambda: child.state is not ChildState.STARTING)  # noqa: B023 -- It may have read the old code.
+            self._replace(child, "the code is loaded again")
+            await wait_until(self._changed, lambda: not child.open)  # noqa: B023
         newest = [child.hello for child in self._children.values() if child.open and not child.spare]
         self._hello = newest[-1] if newest else self._hello

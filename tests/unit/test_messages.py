@@ -19,7 +19,7 @@ from holdfast._worker.processes.messages import (
     MAX_FRAME_BYTES,
     Begin,
     ChildChannel,
-    Done,
+    Finished,
     FromChild,
     Leave,
     Pong,
@@ -33,7 +33,7 @@ from tests.app.conftest import until
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
-UNSENDABLE = Done(7, Raised(JobError(type="E", message="m", details=2**70)))
+UNSENDABLE = Finished(7, Raised(JobError(type="E", message="m", details=2**70)))
 
 
 class Ear:
@@ -44,13 +44,23 @@ class Ear:
         self.broken: list[str] = []
         self.lost: list[str] = []
         self.unsent: list[tuple[Any, Exception]] = []
-        self.link: ChildChannel[FromChild] = ChildChannel(
-            FromChild,
-            received=self.heard.extend,
-            broken=self.broken.append,
-            lost=self.lost.append,
-            unsendable=lambda *told: self.unsent.append(told),
-        )
+        self.instead: Any = None
+        """Sent in place of a message that cannot be sent."""
+        self.link: ChildChannel[FromChild] = ChildChannel(FromChild, self)
+
+    def received(self, messages: list[FromChild]) -> None:
+        self.heard.extend(messages)
+
+    def channel_broken(self, why: str) -> None:
+        self.broken.append(why)
+
+    def channel_lost(self, why: str) -> None:
+        self.lost.append(why)
+
+    def unsendable(self, message: Any, error: Exception) -> None:
+        self.unsent.append((message, error))
+        if self.instead is not None:
+            self.link.send(self.instead)
 
 
 @pytest.fixture
@@ -191,7 +201,7 @@ async def test_what_cannot_be_sent_is_told_and_its_companions_arrive_in_order(pa
 async def test_what_is_said_in_place_of_what_cannot_be_sent_arrives(pair: tuple[Ear, Ear]) -> None:
     one, other = pair
     link: ChildChannel[FromChild] = one.link
-    link._unsendable = lambda message, error: link.send(Progress(message.number, b"instead"))
+    one.instead = Progress(7, b"instead")
     for message in (UNSENDABLE, Pong(2)):
         link.send(message)
     await until(lambda: len(other.heard) == 2)
@@ -226,7 +236,7 @@ async def test_one_message_that_is_too_long_costs_no_other(pair: tuple[Ear, Ear]
 
 async def test_megabytes_arrive_whole(pair: tuple[Ear, Ear]) -> None:
     one, other = pair
-    said = [Done(number, Returned(bytes([number]) * 3_000_000)) for number in range(5)]
+    said = [Finished(number, Returned(bytes([number]) * 3_000_000)) for number in range(5)]
     for message in said:
         one.link.send(message)
     await until(lambda: len(other.heard) == 5)

@@ -11,16 +11,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
-from holdfast._core.retry_policy import (
-    FAIL_HANDLER,
+from holdfast._core.failure import (
     MAX_FOLLOW_UP_BYTES,
     MAX_MESSAGE,
     MAX_TRACEBACK,
+    FollowUp,
+    decode_error,
+    encode_error,
+    follow_up,
+    truncate_error,
+)
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
+from holdfast._core.retry_policy import (
+    FAIL_HANDLER,
     PULL,
     TASK,
     Ended,
-    FollowUp,
     Policy,
     Raised,
     Returned,
@@ -28,12 +34,8 @@ from holdfast._core.retry_policy import (
     TimedOut,
     admit,
     backoff_ms,
-    cut,
-    decode_error,
-    encode_error,
     fence_of,
-    follow_up,
-    smaller,
+    shrink_settlement,
     timeout_ms,
     verdict,
 )
@@ -311,7 +313,7 @@ def test_what_is_refused_as_too_large_becomes_smaller_until_next_to_nothing_is_l
     refused: Settlement, follows_up: bool
 ) -> None:
     policy = replace(TASK, follows_up=follows_up)
-    tries = smaller(job(BIG), refused, policy, "it is too large")
+    tries = shrink_settlement(job(BIG), refused, policy, "it is too large")
     sizes = [size(settlement) for settlement in (refused, *tries)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 60
@@ -328,7 +330,7 @@ def test_what_is_refused_as_too_large_becomes_smaller_until_next_to_nothing_is_l
 
 
 def test_a_result_that_is_too_large_fails_its_job_for_good_and_says_so() -> None:
-    first = smaller(job(), Complete("a", FENCE, b"x"), replace(TASK, follows_up=True), "it has 2 MiB")[0]
+    first = shrink_settlement(job(), Complete("a", FENCE, b"x"), replace(TASK, follows_up=True), "it has 2 MiB")[0]
     assert isinstance(first, Fail)
     assert first.failure_ttl_ms == TASK.failure_ttl_ms
     assert first.follow_up is not None
@@ -337,7 +339,7 @@ def test_a_result_that_is_too_large_fails_its_job_for_good_and_says_so() -> None
 
 
 def test_a_fail_handler_is_told_of_a_failure_that_is_too_large_first_with_the_payload_then_without() -> None:
-    tries = smaller(job(BIG), Fail("a", FENCE, encode_error(LONG), 77), replace(TASK, follows_up=True), "")
+    tries = shrink_settlement(job(BIG), Fail("a", FENCE, encode_error(LONG), 77), replace(TASK, follows_up=True), "")
     followed = [settlement.follow_up for settlement in tries if isinstance(settlement, Fail)]
     forms = [work and msgspec.json.decode(work.payload or b"", type=FollowUp).form for work in followed]
     assert list(dict.fromkeys(forms)) == ["json", "left", None]
@@ -346,7 +348,7 @@ def test_a_fail_handler_is_told_of_a_failure_that_is_too_large_first_with_the_pa
 
 
 def test_there_is_nothing_smaller_than_a_release() -> None:
-    assert smaller(job(), Release("a", FENCE), TASK, "") == []
+    assert shrink_settlement(job(), Release("a", FENCE), TASK, "") == []
 
 
 # When does it run again?
@@ -455,17 +457,17 @@ def test_an_error_that_somebody_else_wrote_is_shown_as_text(data: bytes | None, 
 
 def test_an_error_is_cut_to_the_head_of_its_message_and_the_tail_of_its_traceback() -> None:
     long = JobError(type="E", message="m" * MAX_MESSAGE + "!", kind="stall", traceback="!" + "t" * MAX_TRACEBACK)
-    assert cut(long) == JobError(
+    assert truncate_error(long) == JobError(
         type="E", message="m" * (MAX_MESSAGE - 1) + "…", kind="stall", traceback="t" * MAX_TRACEBACK
     )
-    assert cut(replace(long, message="m")) == JobError(
+    assert truncate_error(replace(long, message="m")) == JobError(
         type="E", message="m", kind="stall", traceback="t" * MAX_TRACEBACK
     )
-    assert cut(replace(long, traceback="t")).message == "m" * (MAX_MESSAGE - 1) + "…"
+    assert truncate_error(replace(long, traceback="t")).message == "m" * (MAX_MESSAGE - 1) + "…"
     whole = "m" * MAX_MESSAGE
-    assert cut(replace(long, message=whole)).message == whole
+    assert truncate_error(replace(long, message=whole)).message == whole
     short = JobError(type="E", message="m" * MAX_MESSAGE, traceback="t" * MAX_TRACEBACK)
-    assert cut(short) is short
+    assert truncate_error(short) is short
 
 
 def test_only_a_job_that_runs_has_a_fence() -> None:

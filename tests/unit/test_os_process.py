@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._worker.processes.os_process import Process, memory, said_of
+from holdfast._worker.processes.os_process import Process, exit_reason, memory
 from tests.app.conftest import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -91,7 +91,7 @@ async def test_a_process_is_head_of_its_group_reads_nothing_and_shows_its_name(b
     words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
     assert words[1:3] == ["-m", "program"]
     assert "a name" in words
-    await process.bury()
+    await process.kill_and_wait()
 
 
 async def test_a_buried_process_is_certainly_dead_and_so_is_what_it_started(begin: Begin) -> None:
@@ -99,7 +99,7 @@ async def test_a_buried_process_is_certainly_dead_and_so_is_what_it_started(begi
     process.watch(lambda: None)
     grandchild = int(await said(process))
     assert runs(grandchild)
-    assert await process.bury() is None
+    assert await process.kill_and_wait() is None
     assert not runs(grandchild)
     assert not Path(f"/proc/{process.pid}").exists()
 
@@ -110,7 +110,7 @@ async def test_what_a_process_started_dies_though_it_ended_by_itself(begin: Begi
     process.watch(exited.set)
     grandchild = int(await said(process))
     await exited.wait()
-    assert await process.bury() == "it exited with status 0"
+    assert await process.kill_and_wait() == "it exited with status 0"
     assert not runs(grandchild)
 
 
@@ -130,7 +130,7 @@ async def test_a_process_that_is_stopped_can_be_buried(begin: Begin) -> None:
     process.watch(lambda: None)
     await said(process)
     os.kill(process.pid, signal.SIGSTOP)
-    await asyncio.wait_for(process.bury(), 5)
+    await asyncio.wait_for(process.kill_and_wait(), 5)
     assert not Path(f"/proc/{process.pid}").exists()
 
 
@@ -145,7 +145,7 @@ async def test_a_process_that_is_stopped_can_be_buried(begin: Begin) -> None:
 )
 async def test_how_a_process_ended_by_itself_is_said(begin: Begin, end: str, how: str) -> None:
     process = begin(end + "\n")
-    assert await _watched(process).bury(20) == how
+    assert await _watched(process).kill_and_wait(20) == how
 
 
 def _watched(process: Process) -> Process:
@@ -157,7 +157,7 @@ async def test_a_process_that_does_not_end_within_its_time_is_killed_then(begin:
     process = _watched(begin(WAIT))
     await said(process)
     began = asyncio.get_running_loop().time()
-    assert await process.bury(0.2) is None
+    assert await process.kill_and_wait(0.2) is None
     assert 0.2 <= asyncio.get_running_loop().time() - began < 5
 
 
@@ -166,7 +166,7 @@ async def test_the_end_of_a_process_is_told_once(begin: Begin) -> None:
     process = begin("pass\n")
     process.watch(lambda: told.append(1))
     await until(lambda: bool(told))
-    await process.bury()
+    await process.kill_and_wait()
     await asyncio.sleep(0.02)
     assert told == [1]
 
@@ -174,7 +174,7 @@ async def test_the_end_of_a_process_is_told_once(begin: Begin) -> None:
 async def test_no_file_descriptor_is_left_of_a_process(begin: Begin) -> None:
     async def one(program: str) -> None:
         process = _watched(begin(program))
-        await process.bury(0.0 if program == WAIT else 20)
+        await process.kill_and_wait(0.0 if program == WAIT else 20)
         process.close()
         process.close()
 
@@ -239,7 +239,7 @@ async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path) -> 
     ],
 )
 def test_how_a_process_ended_in_words(status: int, words: str) -> None:
-    assert said_of(status) == words
+    assert exit_reason(status) == words
 
 
 def test_a_process_knows_how_much_memory_it_has() -> None:

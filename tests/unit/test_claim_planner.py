@@ -10,32 +10,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, Capacity, ClaimOrder, QueueLoad
+from holdfast._core.capacity import MAX_CLAIM, NEVER, Capacity, QueueLoad
+from holdfast._core.claim_planner import LOWER_FIRST_EVERY, ClaimOrder, ClaimPlanner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
 
-def fleet(*served: QueueLoad, capacity: int = 1_000, most: int | None = None) -> Capacity:
-    return Capacity(capacity, served, most=most)
+def planner(*served: QueueLoad, capacity: int = 1_000, max_runs: int | None = None) -> ClaimPlanner:
+    return ClaimPlanner(Capacity(capacity, served, max_runs=max_runs))
 
 
 def limits(orders: Iterable[ClaimOrder]) -> dict[str, int]:
     return {order.queue: order.limit for order in orders}
 
 
-def run_all(fleet: Capacity, orders: Iterable[ClaimOrder]) -> None:
+def run_all(planner: ClaimPlanner, orders: Iterable[ClaimOrder]) -> None:
     """Every order is filled, and its jobs start."""
     for order in orders:
-        fleet.claimed(order.queue, order.limit, order.limit, 0.0)
+        planner.claimed(order.queue, order.limit, order.limit, 0.0)
         for _ in range(order.limit):
-            fleet.started(order.queue)
+            planner.capacity.started(order.queue)
 
 
 # Never more than fits
 
 
 @pytest.mark.parametrize(
-    ("served", "capacity", "most", "limit"),
+    ("served", "capacity", "max_runs", "limit"),
     [
         (QueueLoad("q", size=10), 500, None, 50),
         (QueueLoad("q", size=10), 500, 40, 40),
@@ -47,15 +48,15 @@ def run_all(fleet: Capacity, orders: Iterable[ClaimOrder]) -> None:
         (QueueLoad("q", size=5_000), 100, None, 1),
     ],
 )
-def test_one_queue_gets_all_that_fits(served: QueueLoad, capacity: int, most: int | None, limit: int) -> None:
-    assert limits(fleet(served, capacity=capacity, most=most).plan(0.0)) == {"q": limit}
+def test_one_queue_gets_all_that_fits(served: QueueLoad, capacity: int, max_runs: int | None, limit: int) -> None:
+    assert limits(planner(served, capacity=capacity, max_runs=max_runs).plan(0.0)) == {"q": limit}
 
 
 @pytest.mark.parametrize(
     ("size", "claims"), [(10, [50, 50]), (9, [55, 50, 6]), (1, [125, 125, 125, 125, 125, 125, 125, 62, 50, 13])]
 )
-def test_a_queue_that_has_much_room_gets_it_in_halves(size: int, claims: list[int]) -> None:
-    one = fleet(QueueLoad("q", size=size), capacity=1_000)
+def test_a_queue_that_has_much_capacity_gets_it_in_halves(size: int, claims: list[int]) -> None:
+    one = planner(QueueLoad("q", size=size), capacity=1_000)
     got: list[int] = []
     while orders := one.plan(0.0):
         got += [order.limit for order in orders]
@@ -63,53 +64,55 @@ def test_a_queue_that_has_much_room_gets_it_in_halves(size: int, claims: list[in
     assert got == claims
 
 
-def test_what_runs_takes_room_and_gives_it_back() -> None:
-    one = fleet(QueueLoad("q", size=40), capacity=100)
-    one.started("q")
+def test_what_runs_takes_units_and_gives_it_back() -> None:
+    one = planner(QueueLoad("q", size=40), capacity=100)
+    one.capacity.started("q")
     orders = one.plan(0.0)
     assert limits(orders) == {"q": 1}
     run_all(one, orders)
     assert one.plan(0.0) == []
-    assert (one.used, one.runs) == (80, 2)
-    one.ended("q")
-    one.ended("q")
-    assert (one.used, one.runs) == (0, 0)
+    assert (one.capacity.used, one.capacity.runs) == (80, 2)
+    one.capacity.finished("q")
+    one.capacity.finished("q")
+    assert (one.capacity.used, one.capacity.runs) == (0, 0)
     assert limits(one.plan(0.0)) == {"q": 2}
 
 
-def test_a_claim_that_is_on_its_way_keeps_room_for_what_it_may_bring() -> None:
-    one = fleet(QueueLoad("a", size=10, concurrency=6), QueueLoad("b", size=10), capacity=100)
+def test_a_claim_that_is_on_its_way_keeps_units_for_what_it_may_bring() -> None:
+    one = planner(QueueLoad("a", size=10, concurrency=6), QueueLoad("b", size=10), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 5, "b": 5}
     assert (one.plan(0.0), one.claiming) == ([], True)
     one.claimed("a", 5, 0, NEVER)
     assert one.plan(0.0) == []  # b has asked already.
     one.claimed("b", 5, 5, 0.0)
     for _ in range(5):
-        one.started("b")
+        one.capacity.started("b")
     assert limits(one.plan(0.0)) == {"b": 5}
     assert one.claiming
     one.claimed("b", 5, 0, NEVER)
     assert not one.claiming
 
 
-@pytest.mark.parametrize(("concurrency", "most"), [(2, None), (None, 2)])
-def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(concurrency: int | None, most: int | None) -> None:
-    one = fleet(QueueLoad("q", concurrency=concurrency), most=most)
-    one.started("q")
-    one.started("q")
+@pytest.mark.parametrize(("concurrency", "max_runs"), [(2, None), (None, 2)])
+def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(
+    concurrency: int | None, max_runs: int | None
+) -> None:
+    one = planner(QueueLoad("q", concurrency=concurrency), max_runs=max_runs)
+    one.capacity.started("q")
+    one.capacity.started("q")
     assert one.plan(0.0) == []
-    one.ended("q")
+    one.capacity.finished("q")
     assert limits(one.plan(0.0)) == {"q": 1}
 
 
 def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
-    one = fleet(QueueLoad("huge", size=5_000), QueueLoad("small", size=10), capacity=100)
-    one.started("huge")
-    assert one.used == 100
+    one = planner(QueueLoad("huge", size=5_000), QueueLoad("small", size=10), capacity=100)
+    one.capacity.started("huge")
+    assert one.capacity.used == 100
     assert one.plan(0.0) == []
-    one.ended("huge")
-    assert one.used == 0
-    one.started("small")
+    one.capacity.finished("huge")
+    assert one.capacity.used == 0
+    one.capacity.started("small")
     assert limits(one.plan(0.0)) == {"small": 9}
 
 
@@ -117,17 +120,17 @@ def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
 
 
 def test_a_higher_priority_takes_what_it_can_and_a_lower_one_the_rest() -> None:
-    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2, concurrency=4), capacity=100)
+    one = planner(QueueLoad("low", priority=1), QueueLoad("high", priority=2, concurrency=4), capacity=100)
     assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("high", 4), ("low", 6)]
 
 
 def test_a_higher_priority_that_can_use_everything_gets_everything() -> None:
-    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
+    one = planner(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
     assert limits(one.plan(0.0)) == {"high": 10}
 
 
 def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
-    one = fleet(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
+    one = planner(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
     one.claimed("high", 10, 0, 5.0)
     assert limits(one.plan(1.0)) == {"low": 10}
     one.claimed("low", 10, 0, 0.0)
@@ -137,59 +140,59 @@ def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_queues_of_one_priority_share_equally(count: int) -> None:
-    one = fleet(*(QueueLoad(f"q{n}") for n in range(count)), capacity=count * 100)
+    one = planner(*(QueueLoad(f"q{n}") for n in range(count)), capacity=count * 100)
     assert limits(one.plan(0.0)) == {f"q{n}": 10 for n in range(count)}
 
 
-def test_small_jobs_of_many_queues_fill_a_fleet() -> None:
-    one = fleet(*(QueueLoad(f"q{n}", size=1) for n in range(5)))
+def test_small_jobs_of_many_queues_fill_a_worker() -> None:
+    one = planner(*(QueueLoad(f"q{n}", size=1) for n in range(5)))
     assert limits(one.plan(0.0)) == {f"q{n}": 200 for n in range(5)}
 
 
 def test_queues_of_one_priority_share_units_and_not_jobs() -> None:
-    one = fleet(QueueLoad("small", size=10), QueueLoad("large", size=50), capacity=200)
+    one = planner(QueueLoad("small", size=10), QueueLoad("large", size=50), capacity=200)
     assert limits(one.plan(0.0)) == {"small": 10, "large": 2}
 
 
 def test_queues_of_one_priority_share_the_most_runs_too() -> None:
-    one = fleet(QueueLoad("a", size=1), QueueLoad("b", size=1), most=10)
+    one = planner(QueueLoad("a", size=1), QueueLoad("b", size=1), max_runs=10)
     for _ in range(10):
         orders = one.plan(0.0)
         run_all(one, orders[:1])  # Only the first of them had work.
         for order in orders[1:]:
             one.claimed(order.queue, order.limit, 0, NEVER)
-    assert one.runs == 10
+    assert one.capacity.runs == 10
 
 
 def test_a_queue_with_few_runs_is_served_before_one_with_many() -> None:
-    one = fleet(QueueLoad("busy"), QueueLoad("idle"), capacity=100)
+    one = planner(QueueLoad("busy"), QueueLoad("idle"), capacity=100)
     for _ in range(9):
-        one.started("busy")
+        one.capacity.started("busy")
     assert limits(one.plan(0.0)) == {"idle": 1}
 
 
 def test_what_one_queue_leaves_is_for_the_next() -> None:
-    one = fleet(QueueLoad("a", concurrency=1), QueueLoad("b"), capacity=100)
+    one = planner(QueueLoad("a", concurrency=1), QueueLoad("b"), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 1, "b": 9}
 
 
 # Each in its turn
 
 
-def served_in(fleet: Capacity, plans: int) -> Counter[str]:
+def served_in(planner: ClaimPlanner, plans: int) -> Counter[str]:
     """What is claimed in so many plans, by a worker whose queues all have work and whose runs end at once."""
     claims: Counter[str] = Counter()
     for _ in range(plans):
-        for order in fleet.plan(0.0):
+        for order in planner.plan(0.0):
             claims[order.queue] += order.limit
-            fleet.claimed(order.queue, order.limit, order.limit, 0.0)
+            planner.claimed(order.queue, order.limit, order.limit, 0.0)
     return claims
 
 
-@pytest.mark.parametrize("most", [None, 1, 3])
-def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(most: int | None) -> None:
+@pytest.mark.parametrize("max_runs", [None, 1, 3])
+def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(max_runs: int | None) -> None:
     assert LOWER_FIRST_EVERY == 16
-    one = fleet(QueueLoad("high", priority=200), QueueLoad("low", priority=1), capacity=100, most=most)
+    one = planner(QueueLoad("high", priority=200), QueueLoad("low", priority=1), capacity=100, max_runs=max_runs)
     for _ in range(5):
         claims = served_in(one, LOWER_FIRST_EVERY)
         assert claims["low"] == 1
@@ -197,36 +200,38 @@ def test_the_lowest_queue_gets_its_turn_once_in_sixteen_plans(most: int | None) 
 
 
 def test_queues_of_the_lowest_priority_share_its_turn() -> None:
-    one = fleet(QueueLoad("high", priority=200), QueueLoad("b", priority=1), QueueLoad("c", priority=1), capacity=100)
+    one = planner(QueueLoad("high", priority=200), QueueLoad("b", priority=1), QueueLoad("c", priority=1), capacity=100)
     claims = served_in(one, 20 * LOWER_FIRST_EVERY)
     assert abs(claims["b"] - claims["c"]) <= 1
     assert claims["b"] > 0
 
 
-@pytest.mark.parametrize(("size", "most"), [(10, 1), (1_000, None)])
-def test_two_queues_take_turns_where_there_is_room_for_one(size: int, most: int | None) -> None:
-    one = fleet(QueueLoad("a", size=size), QueueLoad("b", size=size), most=most)
+@pytest.mark.parametrize(("size", "max_runs"), [(10, 1), (1_000, None)])
+def test_two_queues_take_turns_where_there_is_space_for_one(size: int, max_runs: int | None) -> None:
+    one = planner(QueueLoad("a", size=size), QueueLoad("b", size=size), max_runs=max_runs)
     assert served_in(one, 20) == {"a": 10, "b": 10}
 
 
 @patient
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=6))
 def test_no_queue_starves_whatever_the_priorities(priorities: list[int]) -> None:
-    one = fleet(*(QueueLoad(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, most=1)
+    one = planner(
+        *(QueueLoad(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, max_runs=1
+    )
     claims = served_in(one, 2 * LOWER_FIRST_EVERY * len(priorities))
-    assert sorted(claims) == sorted(one.queues)
+    assert sorted(claims) == sorted(one.capacity.served)
 
 
 @pytest.mark.parametrize("priority", [200, 100, 1])
 def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: int) -> None:
-    one = fleet(
+    one = planner(
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
     for _ in range(10):
-        one.started("small")
+        one.capacity.started("small")
     for _ in range(2_000):
-        if one.runs:
-            one.ended("small")
+        if one.capacity.runs:
+            one.capacity.finished("small")
         orders = one.plan(0.0)
         if "large" in limits(orders):
             return
@@ -236,13 +241,13 @@ def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: 
 
 @pytest.mark.parametrize("priority", [200, 100])
 def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priority: int) -> None:
-    one = fleet(
+    one = planner(
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
     for _ in range(10):
-        one.started("small")
+        one.capacity.started("small")
     for _ in range(2 * LOWER_FIRST_EVERY):
-        one.ended("small")
+        one.capacity.finished("small")
         orders = one.plan(0.0)
         if "large" in limits(orders):
             return
@@ -251,18 +256,20 @@ def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priorit
 
 
 def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
-    one = fleet(
+    one = planner(
         QueueLoad("large", size=60, concurrency=1, priority=200), QueueLoad("small", priority=100), capacity=100
     )
-    one.started("large")
+    one.capacity.started("large")
     for _ in range(3 * LOWER_FIRST_EVERY):
         assert limits(one.plan(0.0)) == {"small": 4}
         one.claimed("small", 4, 0, 0.0)
 
 
-@pytest.mark.parametrize(("capacity", "most", "high"), [(100, None, 9), (1_000, 3, 2)])
-def test_a_turn_of_the_lowest_queue_takes_its_room_from_the_others(capacity: int, most: int | None, high: int) -> None:
-    one = fleet(QueueLoad("high", priority=2), QueueLoad("low", priority=1), capacity=capacity, most=most)
+@pytest.mark.parametrize(("capacity", "max_runs", "high"), [(100, None, 9), (1_000, 3, 2)])
+def test_a_turn_of_the_lowest_queue_takes_its_units_from_the_others(
+    capacity: int, max_runs: int | None, high: int
+) -> None:
+    one = planner(QueueLoad("high", priority=2), QueueLoad("low", priority=1), capacity=capacity, max_runs=max_runs)
     served_in(one, LOWER_FIRST_EVERY - 1)
     assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("low", 1), ("high", high)]
 
@@ -271,14 +278,14 @@ def test_a_turn_of_the_lowest_queue_takes_its_room_from_the_others(capacity: int
 
 
 def test_a_claim_that_was_filled_may_have_left_work() -> None:
-    one = fleet(QueueLoad("q"), capacity=100)
+    one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 10, 7.0)
     assert limits(one.plan(1.0)) == {"q": 10}
 
 
 @pytest.mark.parametrize("got", [0, 9])
-def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_told(got: int) -> None:
-    one = fleet(QueueLoad("q"), capacity=100)
+def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_named(got: int) -> None:
+    one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, got, 7.0)
     assert one.plan(6.9) == []
     assert one.next_claim_at(1.0) == 7.0
@@ -286,7 +293,7 @@ def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_told(got: in
 
 
 def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
-    one = fleet(QueueLoad("q"), capacity=100)
+    one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 0, 7.0)
     one.wake("unknown")
     assert one.plan(1.0) == []
@@ -295,7 +302,7 @@ def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
 
 
 def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> None:
-    one = fleet(QueueLoad("q"), capacity=100)
+    one = planner(QueueLoad("q"), capacity=100)
     (order,) = one.plan(1.0)
     one.wake("q")
     one.claimed("q", order.limit, 0, 7.0)
@@ -305,7 +312,7 @@ def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> Non
 
 
 def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
-    one = fleet(QueueLoad("a"), QueueLoad("b"), QueueLoad("c"), QueueLoad("due"), capacity=100)
+    one = planner(QueueLoad("a"), QueueLoad("b"), QueueLoad("c"), QueueLoad("due"), capacity=100)
     one.claimed("a", 1, 0, 4.0)
     one.claimed("b", 1, 0, 3.0)
     one.claimed("c", 1, 0, NEVER)
@@ -314,23 +321,23 @@ def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
     assert one.next_claim_at(4.0) == NEVER
 
 
-def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_room() -> None:
-    one = fleet(
+def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_capacity() -> None:
+    one = planner(
         QueueLoad("full", concurrency=1), QueueLoad("asleep"), QueueLoad("later"), QueueLoad("due"), capacity=100
     )
-    one.started("full")
+    one.capacity.started("full")
     for queue, claim_at in (("full", NEVER), ("asleep", NEVER), ("later", 5.0)):
         one.claimed(queue, 1, 0, claim_at)
-    assert one.asleep(1.0) == ["asleep", "later"]
-    assert one.asleep(5.0) == ["asleep"]
-    one.ended("full")
-    assert one.asleep(5.0) == ["full", "asleep"]
+    assert one.idle_queues(1.0) == ["asleep", "later"]
+    assert one.idle_queues(5.0) == ["asleep"]
+    one.capacity.finished("full")
+    assert one.idle_queues(5.0) == ["full", "asleep"]
     one.wake("full")
-    assert one.asleep(5.0) == ["asleep"]
+    assert one.idle_queues(5.0) == ["asleep"]
 
 
-def test_a_fleet_knows_its_queues() -> None:
-    assert fleet(QueueLoad("b"), QueueLoad("a")).queues == ["b", "a"]
+def test_a_worker_knows_its_queues() -> None:
+    assert list(planner(QueueLoad("b"), QueueLoad("a")).capacity.served) == ["b", "a"]
 
 
 # A model: whatever happens, it fits
@@ -354,46 +361,46 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet: Capacity | None = None
+        self.planner: ClaimPlanner | None = None
         self.running: list[str] = []
         self.now = 0.0
 
-    @precondition(lambda self: self.fleet is None)
-    @rule(queues=QUEUES, capacity=st.integers(1, 500), most=st.none() | st.integers(1, 20))
-    def begin(self, queues: list[QueueLoad], capacity: int, most: int | None) -> None:
+    @precondition(lambda self: self.planner is None)
+    @rule(queues=QUEUES, capacity=st.integers(1, 500), max_runs=st.none() | st.integers(1, 20))
+    def begin(self, queues: list[QueueLoad], capacity: int, max_runs: int | None) -> None:
         for number, queue in enumerate(queues):
             queue.queue = str(number)
         self.served = {queue.queue: (min(queue.size, capacity), queue.concurrency, queue.priority) for queue in queues}
-        self.capacity, self.most = capacity, most
-        self.fleet = Capacity(capacity, queues, most=most)
+        self.capacity, self.max_runs = capacity, max_runs
+        self.planner = ClaimPlanner(Capacity(capacity, queues, max_runs=max_runs))
 
-    @precondition(lambda self: self.fleet is not None)
+    @precondition(lambda self: self.planner is not None)
     @rule(data=st.data())
     def claim(self, data: st.DataObject) -> None:
-        assert self.fleet is not None
-        orders = self.fleet.plan(self.now)
+        assert self.planner is not None
+        orders = self.planner.plan(self.now)
         assert len({order.queue for order in orders}) == len(orders)
         assert all(1 <= order.limit <= MAX_CLAIM for order in orders)
         self.fits(self.running + [order.queue for order in orders for _ in range(order.limit)])
         for order in orders:
             got = data.draw(st.sampled_from([0, order.limit // 2, order.limit]))
-            self.fleet.claimed(order.queue, order.limit, got, self.now + 0.5)
+            self.planner.claimed(order.queue, order.limit, got, self.now + 0.5)
             for _ in range(got):
-                self.fleet.started(order.queue)
+                self.planner.capacity.started(order.queue)
                 self.running.append(order.queue)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 50))
     def end(self, data: st.DataObject, count: int) -> None:
-        assert self.fleet is not None
+        assert self.planner is not None
         for _ in range(min(count, len(self.running))):
-            self.fleet.ended(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+            self.planner.capacity.finished(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
 
-    @precondition(lambda self: self.fleet is not None)
+    @precondition(lambda self: self.planner is not None)
     @rule(number=st.integers(0, 5))
     def wake(self, number: int) -> None:
-        assert self.fleet is not None
-        self.fleet.wake(str(number))
+        assert self.planner is not None
+        self.planner.wake(str(number))
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0]))
     def wait(self, seconds: float) -> None:
@@ -401,25 +408,25 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def it_knows_what_runs(self) -> None:
-        if self.fleet is not None:
-            assert self.fleet.runs == len(self.running)
-            assert self.fleet.used == sum(self.served[queue][0] for queue in self.running)
+        if self.planner is not None:
+            assert self.planner.capacity.runs == len(self.running)
+            assert self.planner.capacity.used == sum(self.served[queue][0] for queue in self.running)
 
     @invariant()
-    def a_fleet_with_room_and_work_does_something(self) -> None:
-        """An idle fleet that is told of work in every queue plans for one of the highest priority, or for the one whose
+    def a_worker_with_capacity_and_work_does_something(self) -> None:
+        """An idle worker with work in every queue plans for one of the highest priority, or for the one whose
         turn it is."""
-        if self.fleet is not None and not self.running:
+        if self.planner is not None and not self.running:
             for queue in self.served:
-                self.fleet.wake(queue)
-            orders = self.fleet.plan(self.now)
+                self.planner.wake(queue)
+            orders = self.planner.plan(self.now)
             assert orders
             for order in orders:
-                self.fleet.claimed(order.queue, order.limit, 0, self.now)
+                self.planner.claimed(order.queue, order.limit, 0, self.now)
 
     def fits(self, runs: list[str]) -> None:
         assert sum(self.served[queue][0] for queue in runs) <= self.capacity
-        assert self.most is None or len(runs) <= self.most
+        assert self.max_runs is None or len(runs) <= self.max_runs
         for queue, count in Counter(runs).items():
             concurrency = self.served[queue][1]
             assert concurrency is None or count <= concurrency

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import Holdfast, OptionError
-from holdfast._worker.app_loader import find, load, split
+from holdfast._worker.app_loader import import_app, locate_app, parse_target
 
 Write = Callable[[str, str], None]
 APP = "from holdfast import Holdfast\n"
@@ -43,7 +43,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     ],
 )
 def test_a_target_is_a_module_and_a_name_in_it(target: str, parts: tuple[str, str]) -> None:
-    assert split(target) == parts
+    assert parse_target(target) == parts
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ def test_a_target_is_a_module_and_a_name_in_it(target: str, parts: tuple[str, st
 )
 def test_what_names_no_app_is_refused_with_an_example(target: str) -> None:
     with pytest.raises(OptionError, match=r"write module:name, like shop\.tasks:app"):
-        split(target)
+        parse_target(target)
 
 
 def test_an_app_is_loaded_by_its_name_or_as_the_only_one(write: Write) -> None:
     write("shop/__init__.py", "")
     write("shop/tasks.py", APP + "class Shop:\n    app = Holdfast('memory://a')\n")
     write("lone.py", APP + "the_app = alias = Holdfast('memory://b')\n")
-    assert isinstance(load("shop.tasks:Shop.app", Holdfast), Holdfast)
-    assert load("lone", Holdfast) is load("lone:the_app", Holdfast)
+    assert isinstance(import_app("shop.tasks:Shop.app", Holdfast), Holdfast)
+    assert import_app("lone", Holdfast) is import_app("lone:the_app", Holdfast)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_app_is_loaded_by_its_name_or_as_the_only_one(write: Write) -> None:
         ("two.nowhere:app", "there is no module 'two.nowhere' here"),
         ("two:wrong", "module two has no 'wrong'; there is two:first, two:second"),
         ("two:first.more", "module two has no 'first.more'"),
-        ("two:number", "two:number is no Holdfast app, but 7; there is two:first, two:second"),
+        ("two:number", "two:number is not a Holdfast app, but 7; there is two:first, two:second"),
         ("two", "two: which app? Write two:name; there is two:first, two:second"),
         ("empty", "empty: which app? Write empty:name; it has no app"),
         ("empty:app", "module empty has no 'app'; it has no app"),
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_named_with_what_is(write: Write, target: str, says
     write("two/__init__.py", APP + "first = Holdfast('memory://a')\nsecond = Holdfast('memory://b')\nnumber = 7\n")
     write("empty.py", "")
     with pytest.raises(OptionError) as raised:
-        load(target, Holdfast)
+        import_app(target, Holdfast)
     assert says in str(raised.value)
 
 
@@ -97,7 +97,7 @@ def test_what_is_not_there_is_named_with_what_is(write: Write, target: str, says
 def test_a_module_that_fails_is_shown_with_the_users_own_lines(write: Write, text: str, says: str) -> None:
     write("broken.py", text)
     with pytest.raises(OptionError) as raised:
-        load("broken:app", Holdfast)
+        import_app("broken:app", Holdfast)
     told = str(raised.value)
     assert told.startswith("module broken could not be imported:\n")
     assert says in told
@@ -110,14 +110,14 @@ def test_an_app_is_found_in_the_module_that_has_it(write: Write) -> None:
     write("place.py", APP + "app = Holdfast('memory://a')\n")
     import place  # type: ignore[import-not-found]
 
-    assert find(place.app) == "place:app"
-    assert load(find(place.app), Holdfast) is place.app
+    assert locate_app(place.app) == "place:app"
+    assert import_app(locate_app(place.app), Holdfast) is place.app
 
 
 def test_an_app_that_no_module_has_is_refused() -> None:
     hidden = Holdfast("memory://a")
     with pytest.raises(OptionError, match="no module has it: define it at the top of one, or leave processes out"):
-        find(hidden)
+        locate_app(hidden)
 
 
 def test_a_module_is_preferred_to_the_program_that_imported_the_app(
@@ -131,7 +131,7 @@ def test_a_module_is_preferred_to_the_program_that_imported_the_app(
     program.__file__ = "/somewhere/script.py"
     program.imported = place.app  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", program)
-    assert find(place.app) == "place:app"
+    assert locate_app(place.app) == "place:app"
 
 
 def test_an_app_of_a_program_is_found_by_the_name_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_an_app_of_a_program_is_found_by_the_name_of_its_file(monkeypatch: pytes
     program.__file__ = "/somewhere/script.py"
     program.app = app = Holdfast("memory://a")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", program)
-    assert find(app) == "script:app"
+    assert locate_app(app) == "script:app"
 
 
 def test_an_app_of_a_session_without_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,4 +147,4 @@ def test_an_app_of_a_session_without_a_file_is_refused(monkeypatch: pytest.Monke
     session.app = app = Holdfast("memory://a")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", session)
     with pytest.raises(OptionError, match="a session has no file: put the app into a module"):
-        find(app)
+        locate_app(app)

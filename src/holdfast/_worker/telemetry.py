@@ -1,0 +1,228 @@
+"""What a worker says about itself and its runs: events for hooks, log lines, and its record in the storage."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast._core.capacity import Capacity
+from holdfast._core.events import EventKind
+from holdfast._core.failure import decode_error
+from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
+from holdfast._core.replies import WorkerFacts
+from holdfast._core.text import escape_control
+from holdfast.errors import HoldfastError, JobError
+from holdfast.version import VERSION
+
+log = logging.getLogger("holdfast.worker")
+jobs_log = logging.getLogger("holdfast.jobs")
+"""One line for each event of a job."""
+
+MAX_NAMED_BYTES = 48_000
+"""Bytes of queue names in a worker's record."""
+FORMATS = ("text", "json")
+"""Formats of log lines."""
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
+    `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`."""
+
+    kind: EventKind
+    queue: str
+    id: str
+    attempt: int
+    seconds: float = 0.0
+    """How long the run took."""
+    error: JobError | None = None
+
+
+OnEvent = Callable[[RunEvent], Any]
+ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
+"""Gets an error that is not a job's own failure, and where it happened."""
+
+
+# Hooks
+
+
+class HookDispatcher:
+    """Calls hooks with events and errors, in order and in a task apart from the work, so that a slow hook delays no
+    job."""
+
+    def __init__(self, on_event: Sequence[OnEvent], report_error: ErrorReporter, *, on_threads: bool = False) -> None:
+        """`on_threads`: hooks that are not async are called on a thread, so that they do not block the loop."""
+        self.on_event = list(on_event)
+        self._on_threads = on_threads
+        self._report_error = report_error
+        self._waiting: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
+
+    def publish(self, event: RunEvent) -> None:
+        """Have the event hooks called with this event."""
+        if self.on_event:
+            self._waiting.put_nowait(event)
+
+    def report_error(self, error: BaseException, where: str) -> None:
+        """Have an error reported that is not a job's own failure."""
+        self._waiting.put_nowait((error, where))
+
+    async def run(self) -> None:
+        """Call hooks until `end`."""
+        while (item := await self._waiting.get()) is not None:
+            if isinstance(item, tuple):
+                await self._report_error(*item)
+                continue
+            for hook in self.on_event:
+                try:
+                    if self._on_threads and not inspect.iscoroutinefunction(hook):
+                        await awaited(await asyncio.to_thread(hook, item))
+                    else:
+                        await awaited(hook(item))
+                except (Exception, SystemExit) as error:
+                    await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
+
+    async def end(self, running: asyncio.Task[None], within_s: float) -> None:
+        """Let `running`, which is the task of `run`, call hooks with what is left. A hook that takes longer is given
+        up."""
+        self._waiting.put_nowait(None)
+        await asyncio.wait([running], timeout=within_s)
+        if not running.done():
+            log.error("a hook does not end: it is given up")
+            running.cancel()
+
+
+async def awaited(value: Any) -> Any:
+    """The value of a hook, whether the hook is async or not."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def log_error(error: BaseException, where: str) -> None:
+    """Log an error that is not a job's own failure, with a traceback unless it is an error of Holdfast."""
+    log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
+
+
+# Events of a worker
+
+
+def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
+    """The event of a run that was settled in this way."""
+    kind = EventKind.RELEASED
+    error: bytes | None = None
+    match settlement:
+        case Complete():
+            kind = EventKind.COMPLETED
+        case Fail(error=error):
+            kind = EventKind.FAILED
+        case RetrySettlement(error=error, counts=counts):
+            kind = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}[counts]
+        case Release():
+            pass
+    return RunEvent(
+        kind=kind,
+        queue=queue,
+        id=job.id,
+        attempt=job.attempts,
+        seconds=seconds,
+        error=None if error is None else decode_error(error),
+    )
+
+
+def log_event(event: RunEvent, worker: str) -> None:
+    """Log one line, without the payload."""
+    error = "" if event.error is None else f": {escape_control(str(event.error))[:300]}"
+    jobs_log.log(
+        logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
+        "%s %s of %s, attempt %d, %.3f s%s",
+        *(event.kind, escape_control(event.id), event.queue, event.attempt, event.seconds, error),
+        extra={
+            "facts": {
+                "event": event.kind,
+                "queue": event.queue,
+                "id": event.id,
+                "attempt": event.attempt,
+                "seconds": round(event.seconds, 6),
+                "worker": worker,
+                **({} if event.error is None else {"error": event.error.type, "kind": event.error.kind}),
+            }
+        },
+    )
+
+
+# The record of a worker
+
+
+def default_worker_name() -> str:
+    """A name that no other worker has: host, process and a random part."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
+    """The record of a worker in this process."""
+    return {
+        "queues": _names_that_fit(list(capacity.served)),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": VERSION,
+        "executor": executor,
+        "capacity": capacity.units,
+        "used": capacity.used,
+        "running": capacity.runs,
+    }
+
+
+def _names_that_fit(names: Sequence[str]) -> list[str]:
+    """The first names, as many as a worker's record has space for."""
+    sizes = itertools.accumulate(len(name) + 4 for name in names)
+    return [name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMED_BYTES]
+
+
+# Log lines of `holdfast worker` and of child processes: ids and durations, no payloads
+
+
+class Logs(msgspec.Struct, frozen=True):
+    """How a process logs. Without this, Holdfast sets up no logging."""
+
+    format: str
+    level: str
+
+
+class TextLines(logging.Formatter):
+    """Log lines of text: time, level, message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: `at`, `level`, `logger`, `message`, and the facts of a job or a worker."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # Half a character, from an id that is not text.
+            return msgspec.json.encode({key: escape_control(str(value)) for key, value in line.items()}).decode()
+
+
+def set_up_logging(logs: Logs) -> None:
+    """Have everything that is logged in this process written to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
+    logging.basicConfig(level=logs.level.upper(), handlers=[handler])
