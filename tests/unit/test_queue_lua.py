@@ -117,8 +117,8 @@ def _table(name: str) -> str:
     return str(body)
 
 
-NOT_IN_LUA = {"answer", "next_generation", "as_placed"}
-"""What only readers and tests need, and what `choose` does by itself."""
+NOT_IN_LUA = {"answer", "next_generation", "as_placed", "new_generation"}
+"""What only readers need, what `choose` does by itself, and a part of `start`."""
 OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep_until": "waited_for"}
 """`end` is a word of Lua's own."""
 

@@ -90,7 +90,7 @@ def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, E
     if job is None:
         if request.work.payload is None:
             return Step(None), Enqueued(request.id, None)
-        return start(None, request, request.work, time, stamp)
+        return _start(None, request, request.work, time, stamp)
     update = request.update
     if job.outcome is not None:
         return _enqueue_on_finished(job, job.outcome, request, time, stamp)
@@ -111,13 +111,19 @@ def _enqueue_on_finished(
     work = job.work if takes_stored else request.work
     if work.payload is None:
         return Step(job), Enqueued(job.id, None, state=outcome.state)
-    return start(job, request, work, time, stamp)
+    return _start(job, request, work, time, stamp)
 
 
-def start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
-    """A new generation, of a new id or of one that had finished."""
+def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+    started = new_generation(job, request, work, time, stamp)
+    reply = Enqueued(started.id, Placed.NEW, stamp, None if job is None else job.state)
+    return Step(started, (EventKind.ENQUEUED,)), reply
+
+
+def new_generation(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> Job:
+    """Return the record of a new generation, of a new id (`job` is None) or of one that has finished."""
     due = _due(request, time, stamp)
-    started = Job(
+    return Job(
         id=request.id,
         work=work,
         generation=stamp,
@@ -127,9 +133,6 @@ def start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp:
         custom_id=request.custom_id,
         previous=None if job is None else job.outcome,
         keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
-    )
-    return Step(started, (EventKind.ENQUEUED,)), Enqueued(
-        started.id, Placed.NEW, stamp, None if job is None else job.state
     )
 
 

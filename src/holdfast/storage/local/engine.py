@@ -24,6 +24,7 @@ from holdfast._core.replies import (
     Extended,
     KeepResult,
     Page,
+    Placed,
     QueueStats,
     Repaired,
     SettleResult,
@@ -329,9 +330,9 @@ def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[E
         return None
     time = transaction.time
     newest = time.last_stamp
-    started = [lifecycle.start(None, request, request.work, time, time.stamp()) for request in requests]
-    if transaction.add([step.job for step, _ in started if step.job is not None]):
-        return [reply for _, reply in started]
+    jobs = [lifecycle.new_generation(None, request, request.work, time, time.stamp()) for request in requests]
+    if transaction.add(jobs):
+        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
     time.last_stamp = newest
     return None
 
