@@ -408,7 +408,7 @@ def test_a_name_cannot_change_its_meaning(codecs: Codecs) -> None:
 
 @pytest.mark.parametrize("codec", [Clumsy(), Nameless(), Helpless(), Mute(), object(), None])
 def test_what_is_no_codec_is_refused(codecs: Codecs, codec: Any) -> None:
-    with pytest.raises(OptionError, match="is no codec"):
+    with pytest.raises(OptionError, match="is not a codec"):
         codecs.add(codec)
 
 

@@ -77,7 +77,7 @@ async def complete(app: Holdfast[None], token: str, result: str | None, *, text:
 async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
     """Hold a lease for longer. Exit status 1 if it is lost.
 
-    Prints the new deadline; and `cancel asked`, if somebody wants the job stopped.
+    Prints the new deadline; and `cancel asked`, if the job was cancelled.
     """
     held = await _held(app, token)
     value = None if progress is None else read_payload(progress, text=False, raw=False)
