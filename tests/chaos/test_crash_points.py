@@ -54,6 +54,7 @@ MANY_HITS = (1, 2, 5)
 
 UNREACHED = {
     "_client.session.*_second#*": "blocking calls open another storage: tests/app/test_sync.py",
+    "_client.session.Session.*_for_blocking_calls#*": "the same",
     "_worker.hooks.HookDispatcher.run#[34]": "hooks on threads are for child processes",
     "_worker.inline._awaited#1": "steps are watched in child processes",
     "_worker.processes.pool.Pool.open#4": "the app does not load: there is no job yet",

@@ -20,7 +20,7 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._client.session import URL_VARIABLE
 from holdfast._core.jobs import State
-from holdfast.cli.common import NO, end
+from holdfast.cli.output import NO, end
 from holdfast.errors import HoldfastError, JobFailed
 from holdfast.storage import redact
 

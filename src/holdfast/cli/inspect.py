@@ -17,7 +17,8 @@ from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import QueueStats, Snapshot, State
 from holdfast._core.options import from_at
 from holdfast._core.text import length, printable
-from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, where, with_present_app
+from holdfast.cli.common import Number, with_present_app
+from holdfast.cli.output import NO, as_json, end, plain, say, say_json, table, where
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")

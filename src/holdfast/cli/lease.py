@@ -10,8 +10,9 @@ from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._core.jobs import State
 from holdfast._core.options import Where
-from holdfast.cli.common import NO, TIME_IS_UP, end, plain, read_payload, say, say_json, with_app
+from holdfast.cli.common import read_payload, with_app
 from holdfast.cli.options import given, option_from_table, options_from_table
+from holdfast.cli.output import NO, TIME_IS_UP, end, plain, say, say_json
 
 LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
 

@@ -20,7 +20,8 @@ from holdfast._worker.logs import FORMATS, Logs, set_up
 from holdfast._worker.processes.pool import Pool
 from holdfast._worker.reports import default_worker_name
 from holdfast._worker.worker import Worker
-from holdfast.cli.common import Number, look_here, settings
+from holdfast.cli.common import Number
+from holdfast.cli.settings import look_here, settings
 from holdfast.errors import HoldfastError
 from holdfast.storage import Storage, connect
 from holdfast.storage.validation import check_worker

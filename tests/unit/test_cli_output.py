@@ -11,7 +11,7 @@ import pytest
 from holdfast._client.explain import when
 from holdfast._core.jobs import State
 from holdfast._core.text import length, printable
-from holdfast.cli.common import plain, say, say_json, table
+from holdfast.cli.output import plain, say, say_json, table
 from holdfast.errors import JobError
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202e\r\x7f\u2028\ufeff\U000e0041\udcff"
