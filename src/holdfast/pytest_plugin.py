@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from holdfast import Holdfast
+    from holdfast._client.app import Holdfast
     from holdfast.testing import Rehearsal
 
 

@@ -279,7 +279,7 @@ async def test_a_result_may_be_bytes(app: Holdfast[Any]) -> None:
 
 
 async def test_the_result_of_no_job_is_an_error(app: Holdfast[Any]) -> None:
-    with pytest.raises(JobNotFound, match="'missing' in q: it was never asked for, or is forgotten"):
+    with pytest.raises(JobNotFound, match="'missing' in q: it was never requested, or is forgotten"):
         await app.queue("q").result("missing")
 
 

@@ -1,4 +1,4 @@
-"""One job's path on SQLite with an inline worker: how many modules it crosses, and that docs/internals.md names them."""
+"""One job on SQLite with an inline worker: the modules that it crosses, and that docs/internals.md names them."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class Holdfast(RunnableApp, Generic[T]):
     ) -> Worker:
         """A worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
 
-        `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the runs at one time.
+        `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the number of runs.
         `lease` is how long a dead worker's jobs stay with it; it is kept alive from a thread of its own. Leaving the
         block lets runs finish for `grace` seconds. A `burst` ends by itself when nothing is ready any more.
 

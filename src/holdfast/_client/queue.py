@@ -97,8 +97,8 @@ class Queue:
     # Pulling
 
     async def lease(self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S) -> Lease | None:
-        """Take the next job for `seconds` (0.1 to 86,400), waiting up to `wait` seconds for one to be ready (30; 0
-        looks once, None waits for ever). None if there is none."""
+        """Take the next job for `seconds` (0.1 to 86,400). Waits up to `wait` seconds for a ready job (default 30;
+        0 checks once; None waits without a limit). Returns None if there is none."""
         seconds_ms = OPTIONS["seconds"].convert(seconds)
         wait_s = to_wait_s(wait)
         deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
@@ -135,7 +135,7 @@ class Queue:
             if not lease.settled:
                 await lease.retry(error=error)
             raise
-        except BaseException:  # Cancelled, or the program ends: that is no fault of the job's.
+        except BaseException:  # Cancelled, or the program ends: not a failure of the job.
             if not lease.settled:
                 await lease.release()
             raise
@@ -158,7 +158,7 @@ class Queue:
         return self._lease(job, parts.worker, parts.length_ms, restored=True)
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
-        """The next job that may be worked on, and how long to wait before looking again if there is none."""
+        """The next job that may run; without one, None and the time until the next poll in seconds."""
         loop = asyncio.get_running_loop()
         while True:
             sent_at = loop.time()
@@ -186,7 +186,7 @@ class Queue:
         )
 
     async def _claim(self, seconds_ms: int) -> Claim:
-        """Claim, and give back what was claimed if nobody waits for it any more."""
+        """Claim one job. If the caller is cancelled meanwhile, release it."""
         storage = self._session.storage
         claiming = asyncio.ensure_future(storage.claim(self.name, 1, worker=self._worker, lease_ms=seconds_ms))
         try:
@@ -215,7 +215,7 @@ class Queue:
         name = clean_id(id)
         (job,) = await self._session.storage.get(self.name, [name])
         if job is None:
-            raise JobNotFound(f"there is no job {name!r:.80} in {self.name}: it was never asked for, or is forgotten")
+            raise JobNotFound(f"there is no job {name!r:.80} in {self.name}: it was never requested, or is forgotten")
         outcome = job.outcome or await waiters.wait(
             self._session.storage, self.name, name, job.generation, wait_s=to_wait_s(wait)
         )
@@ -260,7 +260,7 @@ class Queue:
         return isinstance(queues, list) and self.name in queues
 
     async def pause(self, *, reason: str = "") -> None:
-        """Let nobody take jobs, until `resume`. What runs goes on."""
+        """Stop workers and callers of `lease` from taking jobs, until `resume`. Running jobs continue."""
         await self._session.storage.pause(self.name, True, reason=reason)
 
     async def resume(self) -> None:
@@ -273,7 +273,7 @@ class Queue:
         return await self._session.storage.sweep(self.name, worker=worker)
 
     async def repair(self, *, dry_run: bool = False) -> Repaired:
-        """Check every record against the invariants and mend what is wrong. `problems` is empty when all is well."""
+        """Check every record against the invariants and repair the wrong ones. `problems` lists what was found."""
         return await audit(self._session.storage, self.name, repair=not dry_run)
 
     PURGED = (State.WAITING, State.COMPLETED, State.FAILED, State.CANCELLED)

@@ -8,13 +8,13 @@ import sys
 import click
 from click.shell_completion import get_completion_class
 
-from holdfast.cli.common import MISTAKE, NO, UNREACHABLE, end
 from holdfast.cli.demo import demo
 from holdfast.cli.doctor import doctor
 from holdfast.cli.enqueue import call, enqueue, result
 from holdfast.cli.inspect import events, explain, jobs, show, status
 from holdfast.cli.lease import complete, extend, fail, lease, release
 from holdfast.cli.manage import audit, cancel, evict, pause, purge, repair, resume, retry, sweep
+from holdfast.cli.output import MISTAKE, NO, UNREACHABLE, end
 from holdfast.cli.worker import worker
 from holdfast.errors import HoldfastError, OptionError, PayloadRejected, StorageUnavailable
 from holdfast.version import VERSION

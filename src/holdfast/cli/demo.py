@@ -20,7 +20,7 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._client.session import URL_VARIABLE
 from holdfast._core.jobs import State
-from holdfast.cli.common import NO, end
+from holdfast.cli.output import NO, end
 from holdfast.errors import HoldfastError, JobFailed
 from holdfast.storage.urls import redact
 
@@ -298,6 +298,6 @@ async def _totals(app: Holdfast[Any]) -> dict[str, int]:
 
 
 async def _clean_up(app: Holdfast[Any]) -> None:
-    """Leave nothing on somebody's server, also of a demo that was interrupted."""
+    """Leave nothing on the server, even after a demo that was interrupted."""
     for stats in (await app.stats()).queues:
         await app.queue(stats.queue).delete(wait=10)

@@ -13,7 +13,9 @@ from holdfast._core.replies import Snapshot, StorageInfo
 from holdfast._core.text import format_count
 from holdfast._worker.app_loader import import_app
 from holdfast._worker.app_parts import app_parts
-from holdfast.cli.common import NO, as_json, end, look_here, say, say_json, settings, with_present_app
+from holdfast.cli.common import with_present_app
+from holdfast.cli.output import NO, as_json, end, say, say_json
+from holdfast.cli.settings import look_here, settings
 
 SKEW_WARN_S = 1.0
 LATENCY_WARN_MS = 50.0

@@ -8,18 +8,9 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._core.options import DEFAULT_WAIT_S, Where
-from holdfast.cli.common import (
-    NO,
-    TIME_IS_UP,
-    as_json,
-    end,
-    read_payload,
-    say,
-    say_json,
-    with_app,
-    with_present_app,
-)
+from holdfast.cli.common import read_payload, with_app, with_present_app
 from holdfast.cli.options import given, option_from_table, options_from_table
+from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, say, say_json
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
 
 

@@ -16,8 +16,9 @@ from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
-from holdfast._core.text import escape_control, format_duration
-from holdfast.cli.common import NO, Number, as_json, end, plain, say, say_json, table, when, where, with_present_app
+from holdfast._core.text import escape_control, format_duration, format_moment
+from holdfast.cli.common import Number, with_present_app
+from holdfast.cli.output import NO, as_json, end, plain, say, say_json, table, where
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")
@@ -140,7 +141,7 @@ async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int
             job.id,
             job.state,
             job.priority,
-            when(job.run_at, now),
+            format_moment(job.run_at, (job.run_at - now).total_seconds()),
             job.attempts,
             job.worker or (str(job.error) if job.error else ""),
         )

@@ -10,8 +10,9 @@ from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._core.jobs import State
 from holdfast._core.options import Where
-from holdfast.cli.common import NO, TIME_IS_UP, end, plain, read_payload, say, say_json, with_app
+from holdfast.cli.common import read_payload, with_app
 from holdfast.cli.options import given, option_from_table, options_from_table
+from holdfast.cli.output import NO, TIME_IS_UP, end, plain, say, say_json
 
 LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
 
@@ -77,7 +78,7 @@ async def complete(app: Holdfast[None], token: str, result: str | None, *, text:
 async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
     """Hold a lease for longer. Exit status 1 if it is lost.
 
-    Prints the new deadline; and `cancel asked`, if somebody wants the job stopped.
+    Prints the new deadline; and `cancel asked`, if the job was cancelled.
     """
     held = await _held(app, token)
     value = None if progress is None else read_payload(progress, text=False, raw=False)

@@ -20,7 +20,8 @@ from holdfast._worker.context import WorkerSettings
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.telemetry import FORMATS, HookDispatcher, Logs, default_worker_name, set_up_logging
 from holdfast._worker.worker import Worker
-from holdfast.cli.common import Number, look_here, settings
+from holdfast.cli.common import Number
+from holdfast.cli.settings import look_here, settings
 from holdfast.errors import HoldfastError
 from holdfast.storage import Storage, connect
 from holdfast.storage.validation import check_worker

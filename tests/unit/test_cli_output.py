@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.jobs import State
-from holdfast._core.text import escape_control, format_duration
-from holdfast.cli.common import plain, say, say_json, table, when
+from holdfast._core.text import escape_control, format_duration, format_moment
+from holdfast.cli.output import plain, say, say_json, table
 from holdfast.errors import JobError
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202e\r\x7f\u2028\ufeff\U000e0041\udcff"
@@ -46,7 +46,7 @@ def test_a_cell_is_one_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[st
     assert len(head) == len(first) == len(second)
 
 
-# length, when
+# length
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_length_of_time_is_short(seconds: float, text: str) -> None:
 def test_a_point_in_time_says_how_far_it_is(seconds: int, text: str) -> None:
     now = datetime(2027, 1, 31, 8, tzinfo=UTC)
     at = now + timedelta(seconds=seconds)
-    assert when(at, now) == f"{at:%Y-%m-%d %H:%M:%S} UTC ({text})"
+    assert format_moment(at, (at - now).total_seconds()) == f"{at:%Y-%m-%d %H:%M:%S} UTC ({text})"
 
 
 # printable, say

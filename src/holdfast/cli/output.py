@@ -1,0 +1,84 @@
+"""What a command prints, and how it exits."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, cast
+
+import click
+import msgspec
+
+from holdfast._client.app import Holdfast
+from holdfast._core.text import escape_control
+
+NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
+"""Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot
+be reached; nothing happened within the wait."""
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+
+
+def say(text: str = "") -> None:
+    """A line. What control characters could do to a terminal, they do not."""
+    click.echo("\n".join(escape_control(line) for line in text.split("\n")))
+
+
+def say_json(value: object) -> None:
+    """A line of JSON, in which nothing can move a cursor either."""
+    text = msgspec.json.encode(plain(value)).decode()
+    click.echo(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns, numbers to the right."""
+    lines = [[escape_control(str(cell)) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(headers, *lines, strict=True)]
+    numeric = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(headers))]
+    click.secho(_line(headers, widths, numeric), bold=True)
+    for line in lines:
+        click.echo(_line(line, widths, numeric))
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> str:
+    sized = zip(cells, widths, numeric, strict=True)
+    return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in sized).rstrip()
+
+
+def _is_number(cell: str) -> bool:
+    return cell in ("", "-") or cell[0].isdigit() or (cell[0] in "+-" and cell[1:2].isdigit())
+
+
+def plain(value: object) -> object:
+    """A value as JSON has it. Bytes that are text become text, others say that they are base64, as ids may."""
+    if isinstance(value, str):
+        return value if value.isascii() else plain(value.encode("utf-8", "surrogateescape"))
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        pairs = cast("dict[object, object]", value)
+        return {str(key): plain(item) for key, item in pairs.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = cast("Iterable[object]", value)
+        return [plain(item) for item in items]
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    return value
+
+
+def where(app: Holdfast[Any]) -> str:
+    """The full name of the storage, so that a wrong one is noticed."""
+    return repr(app.storage).strip("<>").partition(" ")[2]
+
+
+def end(status: int, why: str = "") -> NoReturn:
+    """Exit with a status and print the reason to stderr."""
+    if why:
+        lines = (escape_control(line) for line in f"holdfast: {why}".split("\n"))
+        click.secho("\n".join(lines), fg="red", err=True)
+    sys.exit(status)
