@@ -279,6 +279,16 @@ async def test_a_worker_serves_the_queues_that_match(app: App) -> None:
         await until(lambda: len(ran) == 4)
 
 
+@pytest.mark.storages("memory")
+async def test_the_queues_of_a_worker_may_come_from_a_generator(app: App) -> None:
+    for name in ("reports.daily", "mail.send", "mail.sort"):
+
+        @app.task(name=name)
+        async def note() -> None: ...
+
+    assert app.worker(name for name in ("reports.*", "mail.send")).queues == ["reports.daily", "mail.send"]
+
+
 async def test_a_pattern_that_matches_nothing_is_refused(app: App) -> None:
     @app.task(name="reports.daily")
     async def report() -> None: ...

@@ -278,10 +278,11 @@ class Holdfast(RunnableApp, Generic[T]):
         """
         if name is not None:
             check_worker(name)
-        handlers = self._served(queues)
+        patterns = queues if queues is None or isinstance(queues, str) else list(queues)
+        handlers = self._served(patterns)
         settings = WorkerSettings(
             name=name or default_worker_name(),
-            queues=queues if queues is None or isinstance(queues, str) else list(queues),
+            queues=patterns,
             lease_ms=to_ms("lease", lease, MIN_LEASE_MS, MAX_LEASE_MS),
             grace_s=to_ms("grace", grace) / 1000,
             concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
