@@ -348,29 +348,29 @@ BUGS = [
         "a new number for every attempt",
         "a call whose reply was lost is made twice",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
-        "        for request in self._pending:\n"
-        "            if request.sent_at and request.args[0] == 'FCALL' and request.args[6]:\n"
-        "                request.args = (*request.args[:6], int(request.args[6]) + 1000, *request.args[7:])\n"
-        "            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
+        "        for command in self._pending:\n"
+        "            if command.sent_at and command.args[0] == 'FCALL' and command.args[6]:\n"
+        "                command.args = (*command.args[:6], int(command.args[6]) + 1000, *command.args[7:])\n"
+        "            self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(
         "resent in reverse",
         "after a break, calls overtake each other",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
         "        self._pending = deque(reversed(self._pending))\n"
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(
         "not resent",
         "what was in flight when the connection broke is lost",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
-        "        for request in self._pending:\n"
-        "            if not request.sent_at:\n                self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
+        "        for command in self._pending:\n"
+        "            if not command.sent_at:\n                self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(

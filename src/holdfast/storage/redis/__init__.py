@@ -16,7 +16,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 import msgspec
-from redis.asyncio import RedisCluster
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
@@ -48,7 +47,6 @@ from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.checked import CheckedStorage
 from holdfast.storage.local.reading import as_read, listed, read_cursor, write_cursor
-from holdfast.storage.redis import topology as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import (
@@ -63,13 +61,14 @@ from holdfast.storage.redis.codec import (
     request_args,
     settlement_args,
 )
-from holdfast.storage.redis.connection import Argument, Reply
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.pipelines import pipeline_for
+from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT
 from holdfast.storage.redis.stats import queue_stats, worker_stats
 from holdfast.storage.redis.topology import Servers
+from holdfast.storage.redis.urls import servers_from_client, servers_from_url
 from holdfast.storage.subscriptions import Subscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
@@ -132,8 +131,9 @@ class RedisStorage(CheckedStorage):
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
-        self._bell = WakeTokenListener(servers, self._ring)
-        self._ears: dict[object, PubSubListener] = {}
+        self._wake_listener: WakeTokenListener
+        """Made when the storage is opened."""
+        self._listeners: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
@@ -188,6 +188,7 @@ class RedisStorage(CheckedStorage):
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         await super().__aenter__()
+        self._wake_listener = WakeTokenListener(self._servers, self._on_wake)
         try:
             await self._check_server()
             await self._check_layout()
@@ -198,8 +199,8 @@ class RedisStorage(CheckedStorage):
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)
-        ears, self._ears = self._ears, {}
-        ending = [self._bell.end(), *(ear.end() for ear in ears.values())]
+        listeners, self._listeners = self._listeners, {}
+        ending = [self._wake_listener.end(), *(listener.end() for listener in listeners.values())]
         await asyncio.gather(*(task for task in ending if task is not None), return_exceptions=True)
         await self._calls.close()
         await self._servers.close()
@@ -300,7 +301,7 @@ class RedisStorage(CheckedStorage):
         reply, late = await self._calls.claim(key, (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
         if len(claim.jobs) < limit:
-            self._bell.arm(f"{key}:wake")
+            self._wake_listener.rearm(f"{key}:wake")
         if not late:
             return claim
         if claim.jobs:  # They were claimed for somebody who has given up: who knows how much is left of their leases.
@@ -473,28 +474,28 @@ class RedisStorage(CheckedStorage):
         """Hear a topic from now on: returns how to leave it."""
         key = self._key(topic.queue)
         if self._is_wake(topic):
-            self._bell.add(f"{key}:wake")
-            return lambda: self._bell.remove(f"{key}:wake")
+            self._wake_listener.add(f"{key}:wake")
+            return lambda: self._wake_listener.remove(f"{key}:wake")
         if _is_answer(topic):
             for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
-                await self._ear(channel).listen(channel, self._timeout_s)
+                await self._listener(channel).listen(channel, self._timeout_s)
             return lambda: None  # Who waited once will wait again.
         channel = f"{key}:events"
-        ear = self._ear(channel)
-        await ear.listen(channel, self._timeout_s)
-        return lambda: ear.leave(channel)
+        listener = self._listener(channel)
+        await listener.listen(channel, self._timeout_s)
+        return lambda: listener.leave(channel)
 
-    def _ear(self, channel: str) -> PubSubListener:
-        place = self._servers.place(channel)
-        if place not in self._ears:
-            self._ears[place] = PubSubListener(self._servers, self._hear, self._hub.poke)
-        return self._ears[place]
+    def _listener(self, channel: str) -> PubSubListener:
+        node = self._servers.node_of(channel)
+        if node not in self._listeners:
+            self._listeners[node] = PubSubListener(self._servers, self._on_message, self._hub.poke)
+        return self._listeners[node]
 
     def _is_wake(self, topic: Topic) -> bool:
         """Is this topic served by the token? A blocking wait cannot name queues of several nodes."""
         return topic.only == "wake" and not self._servers.clustered
 
-    def _hear(self, channel: str, message: bytes) -> None:
+    def _on_message(self, channel: str, message: bytes) -> None:
         key, _, rest = channel.rpartition(":")
         to_waiters = rest != "events"
         queue = self._queue(key.removesuffix(":to") if to_waiters else key)
@@ -508,7 +509,7 @@ class RedisStorage(CheckedStorage):
         else:
             self._hub.publish(events, lambda topic: not _is_answer(topic) and not self._is_wake(topic))
 
-    def _ring(self, key: str) -> None:
+    def _on_wake(self, key: str) -> None:
         queue = self._queue(key.removesuffix(":wake"))
         self._hub.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
 
@@ -553,7 +554,7 @@ def _time(at: int) -> int | None:
 
 def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
     """The storage that a URL names. `shown` is the URL without its password."""
-    servers, ours = places.find(url, shown)
+    servers, ours = servers_from_url(url, shown)
     if ours.get("eviction", "refuse") not in ("refuse", "allow"):
         raise OptionError(f"{shown!r:.120}: eviction is 'refuse' or 'allow'")
     try:
@@ -568,6 +569,4 @@ def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
 def of_client(client: object, **options: Any) -> RedisStorage:
     """A storage on the server of a redis-py client: `redis.asyncio.Redis` or `RedisCluster`. It makes connections of
     its own, with the client's settings; the client stays yours to use and to close."""
-    if isinstance(client, RedisCluster):
-        return RedisStorage(places.of_cluster(client), **options)
-    return RedisStorage(places.of_client(client), **options)
+    return RedisStorage(servers_from_client(client), **options)

@@ -19,8 +19,8 @@ from holdfast.storage.local.audit import examine
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
-from holdfast.storage.redis.connection import Argument
 from holdfast.storage.redis.pages import Entry, read_page
+from holdfast.storage.redis.raw import Argument
 from holdfast.storage.validation import clean_id
 
 PAGE = 200

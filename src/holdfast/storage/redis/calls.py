@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from holdfast._core.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
-from holdfast.storage.redis.connection import Argument, Deliver, Reply, ServerError
+from holdfast.storage.redis.raw import Argument, Deliver, Reply, ServerError
 from holdfast.storage.redis.script import BODY, LAYOUT, Library
 from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
@@ -179,7 +177,7 @@ class Calls:
         """Send a numbered call. A single server needs no task for that: the reply comes straight from the wire."""
         command = self._command(verb, key, number, args)
         if not self._servers.clustered:
-            self._servers.wire(key).send(command, self._deadline(), deliver, self._library)
+            self._servers.connection(key).send(command, self._deadline(), deliver, self._library)
             return
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
@@ -209,22 +207,22 @@ class Calls:
         deadline = self._deadline()
         while True:
             try:
-                return await self._servers.wire(key).call(args, deadline, library)
+                return await self._servers.connection(key).call(args, deadline, library)
             except NodeLeft as error:
-                await self._in_time(self._servers.moved(error), error, deadline)
+                await self._in_time(self._servers.on_moved(error), error, deadline)
             except ServerError as error:
                 if error.code == "TRYAGAIN":
                     await self._in_time(asyncio.sleep(TRY_AGAIN_S), error, deadline)
                     continue
                 if error.code == "ASK" and isinstance(self._servers, ClusterServers):
                     try:
-                        return await self._servers.ask(address_in(error), args, deadline, library=library)
+                        return await self._servers.call_importing(address_in(error), args, deadline, library)
                     except ServerError as refusal:
                         if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
                             raise as_holdfast_error(refusal, self._servers.name) from refusal
                 elif error.code != "MOVED":
                     raise as_holdfast_error(error, self._servers.name) from error
-                await self._in_time(self._servers.moved(error), error, deadline)
+                await self._in_time(self._servers.on_moved(error), error, deadline)
 
     async def _in_time(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
         """Wait before another attempt, or give up if it is too late for one."""
@@ -232,7 +230,7 @@ class Calls:
             async with asyncio.timeout_at(deadline):
                 try:
                     await pause
-                except (RedisError, OSError):  # No node could tell where the key is: one may yet.
+                except (OSError, ServerError):  # No node could tell where the key is: one may yet.
                     await asyncio.sleep(TRY_AGAIN_S)
         except TimeoutError:
             raise StorageUnavailable(f"{self._servers.name} was not ready in time: {error}") from error

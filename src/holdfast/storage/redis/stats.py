@@ -9,7 +9,7 @@ import msgspec
 from holdfast._core.jobs import FINISHED, QueueStats, State, WorkerFacts, WorkerInfo
 from holdfast.storage.local.reading import served_by
 from holdfast.storage.redis.codec import KINDS
-from holdfast.storage.redis.connection import Reply
+from holdfast.storage.redis.raw import Reply
 
 _decode_facts = msgspec.msgpack.Decoder(WorkerFacts).decode
 
