@@ -11,7 +11,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import hiredis
 
@@ -128,6 +128,10 @@ class ConnectOptions:
         return (self.password,) if self.password else ()
 
 
+packed = cast("Callable[[tuple[Argument, ...]], bytes]", hiredis.pack_command)
+"""The bytes of a command."""
+
+
 class RawConnection(asyncio.Protocol):
     """An open socket that parses replies. They are kept for `read`, until `start` names who takes them."""
 
@@ -144,7 +148,12 @@ class RawConnection(asyncio.Protocol):
     def write(self, args: tuple[Argument, ...]) -> None:
         """Send a command."""
         assert self._transport is not None
-        self._transport.write(hiredis.pack_command(args))  # type: ignore[arg-type] # its stub wants plain tuples
+        self._transport.write(packed(args))
+
+    def write_all(self, commands: list[tuple[Argument, ...]]) -> None:
+        """Send commands in one piece."""
+        assert self._transport is not None
+        self._transport.write(b"".join(map(packed, commands)))
 
     async def read(self) -> Reply:
         """The next reply. Only before `start`."""
@@ -247,8 +256,7 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
     if options.database:
         commands.append(("SELECT", options.database))
     commands += [("CLIENT", "SETINFO", "LIB-NAME", "holdfast"), ("CLIENT", "SETINFO", "LIB-VER", VERSION)]
-    for command in commands:
-        raw.write(command)
+    raw.write_all(commands)
     for command in commands:
         reply = await raw.read()
         if isinstance(reply, ServerError):
