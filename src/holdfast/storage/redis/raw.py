@@ -11,7 +11,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import hiredis
 
@@ -128,7 +128,7 @@ class ConnectOptions:
         return (self.password,) if self.password else ()
 
 
-packed = cast("Callable[[tuple[Argument, ...]], bytes]", hiredis.pack_command)
+packed: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 """The bytes of a command."""
 
 
