@@ -1,6 +1,6 @@
 """One socket to one server: open it, log in, write commands, hand over each reply as it arrives. Without retries.
 
-The protocol is RESP2, parsed by hiredis. redis-py has no part in it: see decision 14.
+The protocol is RESP2, parsed by hiredis. redis-py has no part in it: see decision 6.
 """
 
 from __future__ import annotations
