@@ -401,7 +401,7 @@ BUGS = [
         "replies cut at the wrong place",
         "of callers that travel together some get the replies of others",
         "calls.py",
-        "            start += ask.count\n",
+        "            start += call.count\n",
         "            start += 1\n",
         (CALLS,),
     ),
@@ -417,17 +417,17 @@ BUGS = [
         "verbs overtake each other",
         "calls of one client to one queue are not made in their order",
         "calls.py",
-        "            if not fits or ask.verb != first.verb or ask.options != first.options:\n                break\n",
-        "            if ask.verb != first.verb:\n                self._asks.rotate(-1)\n                break\n"
-        "            if not fits or ask.options != first.options:\n                break\n",
+        "            if not fits or call.verb != first.verb or call.options != first.options:\n                break\n",
+        "            if call.verb != first.verb:\n                self._waiting.rotate(-1)\n                break\n"
+        "            if not fits or call.options != first.options:\n                break\n",
         (CALLS,),
     ),
     Bug(
         "options of another caller",
         "calls with different options travel as one",
         "calls.py",
-        "ask.verb != first.verb or ask.options != first.options:",
-        "ask.verb != first.verb:",
+        "call.verb != first.verb or call.options != first.options:",
+        "call.verb != first.verb:",
         (CALLS, UPDATES, LEASES),
     ),
     # The short cuts for plain jobs

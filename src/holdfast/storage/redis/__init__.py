@@ -12,7 +12,7 @@ import logging
 import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any, Self
 
 import msgspec
@@ -69,7 +69,7 @@ from holdfast.storage.redis.script import LAYOUT
 from holdfast.storage.redis.stats import queue_stats, worker_stats
 from holdfast.storage.redis.topology import Servers
 from holdfast.storage.redis.urls import servers_from_client, servers_from_url
-from holdfast.storage.subscriptions import Subscription
+from holdfast.storage.subscriptions import RemoteSubscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -131,8 +131,7 @@ class RedisStorage(CheckedStorage):
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
-        self._wake_listener: WakeTokenListener
-        """Made when the storage is opened."""
+        self._wake_listener = WakeTokenListener(servers, self._on_wake)
         self._listeners: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
@@ -188,7 +187,6 @@ class RedisStorage(CheckedStorage):
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         await super().__aenter__()
-        self._wake_listener = WakeTokenListener(self._servers, self._on_wake)
         try:
             await self._check_server()
             await self._check_layout()
@@ -271,7 +269,7 @@ class RedisStorage(CheckedStorage):
             items += request_args(request)
             size += len(request.work.payload or b"")
         try:
-            answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
+            answer, start = await self._calls.call(self._key(queue), "enqueue", (), items, len(jobs), size)
             opened, packed, cached = answer
             if opened and not listed_now:
                 await self._list(queue, opened=True)
@@ -321,7 +319,7 @@ class RedisStorage(CheckedStorage):
             except UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
-            await self._calls.ask(self._key(queue), "mend", tuple(garbled))
+            await self._calls.call(self._key(queue), "mend", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
@@ -347,7 +345,7 @@ class RedisStorage(CheckedStorage):
             items += args
             size += len(args[2]) + len(args[3])
         try:
-            reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
+            reply, start = await self._calls.call(self._key(queue), "settle", (worker,), items, len(batch), size)
             opened, replies = reply
             if opened and not follows:
                 await self._list(companion, opened=True)
@@ -364,7 +362,7 @@ class RedisStorage(CheckedStorage):
             progress = b"" if lease.progress is None else b"+" + lease.progress
             items += (id_bytes(lease.id), lease.fence, progress)
             size += len(progress)
-        reply, start = await self._calls.ask(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
+        reply, start = await self._calls.call(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
         told = list(zip(leases, reply[start : start + len(leases)], strict=True))
         return Extended(
             [lease for lease, code in told if code == _LOST], [lease for lease, code in told if code == _CANCEL_ASKED]
@@ -373,21 +371,21 @@ class RedisStorage(CheckedStorage):
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
-        reply, start = await self._calls.ask(self._key(queue), "cancel", (), items, len(ids))
+        reply, start = await self._calls.call(self._key(queue), "cancel", (), items, len(ids))
         return [_CANCELLED[code] for code in reply[start : start + len(ids)]]
 
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
         options = (ttl_ms, int(at_least))
-        reply, start = await self._calls.ask(self._key(queue), "keep", options, items, len(ids))
+        reply, start = await self._calls.call(self._key(queue), "keep", options, items, len(ids))
         return [_KEPT[code] for code in reply[start : start + len(ids)]]
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         self._check_open()
         await self._list(queue)
         try:
-            opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
+            opened, _ = await self._calls.call(self._key(queue), "pause", (int(paused), reason if paused else ""))
             if opened:
                 await self._list(queue, opened=True)
         except BaseException:
@@ -396,7 +394,7 @@ class RedisStorage(CheckedStorage):
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
         self._check_open()
-        reply, _ = await self._calls.ask(self._key(queue), "sweep", (limit, worker or ""))
+        reply, _ = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
         overdue, stalled, gone, more, next_sweep_at = reply
         return Swept(
             [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
@@ -405,7 +403,7 @@ class RedisStorage(CheckedStorage):
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         self._check_open()
         wanted = "".join(str(STATES.index(state)) for state in states)
-        reply, _ = await self._calls.ask(self._key(queue), "purge", (limit, int(drop), wanted))
+        reply, _ = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
         done, dropped = reply
         if dropped:
             self._listed.discard(queue)
@@ -418,12 +416,12 @@ class RedisStorage(CheckedStorage):
 
     async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
         self._check_open()
-        evict, _ = await self._calls.ask(self._name(), "announce", (worker, _encode(facts), ttl_ms))
+        evict, _ = await self._calls.call(self._name(), "announce", (worker, _encode(facts), ttl_ms))
         return WorkerCommands(bool(evict))
 
     async def _evict(self, worker: str) -> bool:
         self._check_open()
-        asked, _ = await self._calls.ask(self._name(), "evict", (worker,))
+        asked, _ = await self._calls.call(self._name(), "evict", (worker,))
         return bool(asked)
 
     # Reading
@@ -468,10 +466,17 @@ class RedisStorage(CheckedStorage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _ServerSubscription(self, topics)
+        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen_to(topics))
+
+    async def _listen_to(self, topics: Sequence[Topic]) -> Callable[[], None]:
+        """Ask the server for events of these topics. Returns a function that ends this."""
+        leaves = ExitStack()
+        with leaves:
+            for topic in topics:
+                leaves.callback(await self._listen(topic))
+            return leaves.pop_all().close
 
     async def _listen(self, topic: Topic) -> Callable[[], None]:
-        """Hear a topic from now on: returns how to leave it."""
         key = self._key(topic.queue)
         if self._is_wake(topic):
             self._wake_listener.add(f"{key}:wake")
@@ -512,31 +517,6 @@ class RedisStorage(CheckedStorage):
     def _on_wake(self, key: str) -> None:
         queue = self._queue(key.removesuffix(":wake"))
         self._hub.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
-
-
-class _ServerSubscription:
-    """A subscription that the server feeds."""
-
-    def __init__(self, storage: RedisStorage, topics: Sequence[Topic]) -> None:
-        self._storage = storage
-        self._topics = topics
-        self._inner = Subscription(storage._hub, topics)  # pyright: ignore[reportPrivateUsage]
-        self._leave: list[Callable[[], None]] = []
-
-    async def __aenter__(self) -> Events:
-        events = await self._inner.__aenter__()
-        try:
-            for topic in self._topics:
-                self._leave.append(await self._storage._listen(topic))  # pyright: ignore[reportPrivateUsage]
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return events
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.__aexit__()
-        for leave in self._leave:
-            leave()
 
 
 def _is_answer(topic: Topic) -> bool:

@@ -50,7 +50,8 @@ class ReconnectingConnection(ABC):
     def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
         self.name = name
         self._connect = connect
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop
+        """Known once a connection was needed."""
         self._raw: RawConnection | None = None
         self._opening: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
@@ -96,6 +97,7 @@ class ReconnectingConnection(ABC):
     def _ensure_open(self) -> None:
         """Connect now, unless a connection exists or is being opened."""
         if self._raw is None and self._opening is None:
+            self._loop = asyncio.get_running_loop()
             if self._retry is not None:
                 self._retry.cancel()
                 self._retry = None
@@ -184,6 +186,7 @@ class ServerConnection(ReconnectingConnection):
 
     def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
         super().__init__(name, connect)
+        self._loop = asyncio.get_running_loop()
         self._pending: deque[PendingCommand] = deque()
         """Commands without a reply, in the order in which they go out. With a connection, all of them were sent."""
         self._closed = False

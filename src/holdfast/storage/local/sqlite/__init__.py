@@ -29,6 +29,7 @@ from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import guest
 from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, as_holdfast_error, is_busy
 from holdfast.storage.local.sqlite.table import SqliteTable
+from holdfast.storage.subscriptions import RemoteSubscription
 
 LAYOUT = 1
 """The version of schema.sql. A file with a higher one is refused."""
@@ -154,7 +155,7 @@ class SqliteStorage(LocalStorage):
         return [*replies]
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _FileSubscription(self, super()._subscribe(topics), topics)
+        return RemoteSubscription(super()._subscribe(topics), lambda: self.listen(topics))
 
     async def listen(self, topics: Sequence[Topic]) -> None:
         """Ask for hints from other processes. What was asked for once is heard until the storage is closed."""
@@ -225,32 +226,6 @@ class SqliteStorage(LocalStorage):
             db.close()
             raise
         return db
-
-
-class _FileSubscription:
-    """A subscription that other processes are asked to feed, too."""
-
-    def __init__(
-        self,
-        storage: SqliteStorage,
-        inner: AbstractAsyncContextManager[Events],
-        topics: Sequence[Topic],
-    ) -> None:
-        self._storage = storage
-        self._inner = inner
-        self._topics = topics
-
-    async def __aenter__(self) -> Events:
-        events = await self._inner.__aenter__()
-        try:
-            await self._storage.listen(self._topics)
-        except BaseException:
-            await self._inner.__aexit__(None, None, None)
-            raise
-        return events
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.__aexit__(None, None, None)
 
 
 def _quick_check(path: Path) -> str | None:
