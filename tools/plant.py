@@ -745,7 +745,7 @@ def main() -> int:
 
 
 def copy(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
+    ignored = shutil.ignore_patterns(".venv", ".redis-py", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 

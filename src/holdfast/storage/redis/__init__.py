@@ -1,8 +1,9 @@
 """Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
 
-script.py hands the script to a server, calls.py numbers and batches calls, connection.py carries them, topology.py
-knows where to, pipelines.py lets some travel with others', notify.py hears what happens, codec.py knows the bytes,
-pages.py and stats.py read, audit.py checks.
+script.py hands the script to a server, calls.py numbers and batches calls, connection.py sends them and reconnects,
+raw.py opens sockets, topology.py knows which server has which keys, urls.py reads URLs and clients, pipelines.py puts
+commands into pipelines of callers, notify.py receives messages and wake tokens, codec.py knows the bytes, pages.py and
+stats.py read, audit.py checks.
 """
 
 from __future__ import annotations

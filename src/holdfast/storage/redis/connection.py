@@ -109,7 +109,7 @@ class ReconnectingConnection(ABC):
             while self._is_needed():
                 try:
                     raw = await self._connect()
-                except (OSError, ServerError, LoginRefused, HoldfastError) as error:
+                except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
                     self._trouble = f"{type(error).__name__}: {error}"
                     self._on_connect_error(error)
                     if self._is_needed():

@@ -90,7 +90,7 @@ class Sentinels:
                 async with asyncio.timeout(SENTINEL_S):
                     reply = await ask_once(options, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
             except (OSError, ServerError, LoginRefused) as error:
-                trouble = f"{options.place}: {type(error).__name__} {error}"
+                trouble = f"{options.place}: {type(error).__name__} {error}".rstrip()
                 continue
             if reply is not None:
                 self.nodes = [options, *(other for other in self.nodes if other is not options)]
