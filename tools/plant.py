@@ -348,29 +348,29 @@ BUGS = [
         "a new number for every attempt",
         "a call whose reply was lost is made twice",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
-        "        for request in self._pending:\n"
-        "            if request.sent_at and request.args[0] == 'FCALL' and request.args[6]:\n"
-        "                request.args = (*request.args[:6], int(request.args[6]) + 1000, *request.args[7:])\n"
-        "            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
+        "        for command in self._pending:\n"
+        "            if command.sent_at and command.args[0] == 'FCALL' and command.args[6]:\n"
+        "                command.args = (*command.args[:6], int(command.args[6]) + 1000, *command.args[7:])\n"
+        "            self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(
         "resent in reverse",
         "after a break, calls overtake each other",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
         "        self._pending = deque(reversed(self._pending))\n"
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(
         "not resent",
         "what was in flight when the connection broke is lost",
         "connection.py",
-        "        for request in self._pending:\n            self._write(self._transport, request)\n",
-        "        for request in self._pending:\n"
-        "            if not request.sent_at:\n                self._write(self._transport, request)\n",
+        "        for command in self._pending:\n            self._write(raw, command)\n",
+        "        for command in self._pending:\n"
+        "            if not command.sent_at:\n                self._write(raw, command)\n",
         (CRASHES,),
     ),
     Bug(
@@ -401,7 +401,7 @@ BUGS = [
         "replies cut at the wrong place",
         "of callers that travel together some get the replies of others",
         "calls.py",
-        "            start += ask.count\n",
+        "            start += call.count\n",
         "            start += 1\n",
         (CALLS,),
     ),
@@ -417,17 +417,17 @@ BUGS = [
         "verbs overtake each other",
         "calls of one client to one queue are not made in their order",
         "calls.py",
-        "            if not fits or ask.verb != first.verb or ask.options != first.options:\n                break\n",
-        "            if ask.verb != first.verb:\n                self._asks.rotate(-1)\n                break\n"
-        "            if not fits or ask.options != first.options:\n                break\n",
+        "            if not fits or call.verb != first.verb or call.options != first.options:\n                break\n",
+        "            if call.verb != first.verb:\n                self._waiting.rotate(-1)\n                break\n"
+        "            if not fits or call.options != first.options:\n                break\n",
         (CALLS,),
     ),
     Bug(
         "options of another caller",
         "calls with different options travel as one",
         "calls.py",
-        "ask.verb != first.verb or ask.options != first.options:",
-        "ask.verb != first.verb:",
+        "call.verb != first.verb or call.options != first.options:",
+        "call.verb != first.verb:",
         (CALLS, UPDATES, LEASES),
     ),
     # The short cuts for plain jobs
@@ -745,7 +745,7 @@ def main() -> int:
 
 
 def copy(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
+    ignored = shutil.ignore_patterns(".venv", ".redis-py", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 

@@ -18,7 +18,7 @@ from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResul
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.redis import RedisStorage, of_client
-from holdfast.storage.redis.connection import Argument, Reply
+from holdfast.storage.redis.raw import Argument, Reply
 from tests import servers
 from tests.servers import Cluster, Server
 from tests.storage.stage import Stage, heard

@@ -298,6 +298,7 @@ def test_a_client_is_no_pipeline(client: redis.Redis) -> None:
             storage.enqueue_in(wrong, "q", [request()])
 
 
+@pytest.mark.filterwarnings("ignore:Call to '__init__' function with deprecated:DeprecationWarning")  # redis-py 6.0
 async def test_a_cluster_has_no_transactions_for_it() -> None:
     cluster = servers.shared_cluster()
     with redis.Redis(port=cluster.nodes[0].port) as client, pytest.raises(OptionError, match="is a cluster"):

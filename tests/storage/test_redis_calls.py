@@ -16,7 +16,7 @@ from holdfast.errors import StorageFull, StorageUnavailable
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis.codec import request_args, settlement_args
-from holdfast.storage.redis.connection import Argument, Reply
+from holdfast.storage.redis.raw import Argument, Reply
 from tests.storage.behind import RedisSaboteur
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence, heard

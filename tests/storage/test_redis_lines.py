@@ -641,8 +641,8 @@ async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: 
 async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
     assert isinstance(stage.storage, RedisStorage)
     calls, key = stage.storage._calls, stage.storage._key("never")
-    assert await calls.ask(key, "mend", ("record", "a", "", "")) == (0, 0)
-    assert await calls.ask(key, "recount", (0, 0, 0, 0)) == (0, 0)
+    assert await calls.call(key, "mend", ("record", "a", "", "")) == (0, 0)
+    assert await calls.call(key, "recount", (0, 0, 0, 0)) == (0, 0)
 
 
 async def test_counts_are_not_corrected_if_something_has_happened_since(stage: Stage, saboteur: RedisSaboteur) -> None:
@@ -651,7 +651,7 @@ async def test_counts_are_not_corrected_if_something_has_happened_since(stage: S
     stamp = saboteur.read_ledger()["last_stamp"]
     await stage.enqueue("b")
     before = saboteur.read_ledger()
-    reply, _ = await stage.storage._calls.ask(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
+    reply, _ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
     assert reply == 0
     assert saboteur.read_ledger() == before
 
@@ -739,14 +739,14 @@ async def test_a_garbled_record_that_was_replaced_meanwhile_is_left_alone(
     await stage.enqueue("a", codec="json5")
     sound = saboteur.raw("a")
     saboteur.overwrite("a", sound.replace(b"json5", b"js\xffn5"))  # Only a client reads this.
-    ask = stage.storage._calls.ask
+    call = stage.storage._calls.call
 
     async def late(key: str, verb: str, *args: Any) -> Any:
         if verb == "mend":
             saboteur.overwrite("a", sound)
-        return await ask(key, verb, *args)
+        return await call(key, verb, *args)
 
-    monkeypatch.setattr(stage.storage._calls, "ask", late)
+    monkeypatch.setattr(stage.storage._calls, "call", late)
     if by == "repair":
         assert [problem.kind for problem in (await audit(stage.storage, "q", repair=True)).problems] == ["garbled"]
         assert await claim_all(stage) == ["a"]

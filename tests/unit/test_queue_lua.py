@@ -18,7 +18,7 @@ from holdfast.storage.redis import codec
 from holdfast.storage.redis import script as lua
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.script import BODY, CLOCK, INJECTED_CLOCK, Library
-from holdfast.storage.redis.topology import find
+from holdfast.storage.redis.urls import servers_from_url
 
 COMMANDS = set(re.findall(r"call\('([A-Z]+)'", BODY))
 WHOLE = {
@@ -48,7 +48,7 @@ def constant(name: str) -> float:
 
 
 def test_the_shipped_library_knows_only_the_servers_clock() -> None:
-    servers, _ = find("redis://localhost", "redis://localhost")
+    servers, _ = servers_from_url("redis://localhost", "redis://localhost")
     shipped = Calls(servers, "client", None, 1.0)._library
     assert BODY.count(CLOCK) == BODY.count("TIME'") == 1
     assert shipped.text.endswith(BODY)
@@ -57,7 +57,7 @@ def test_the_shipped_library_knows_only_the_servers_clock() -> None:
 
 
 def test_only_a_storage_with_a_clock_of_its_own_injects_it() -> None:
-    servers, _ = find("redis://localhost", "redis://localhost")
+    servers, _ = servers_from_url("redis://localhost", "redis://localhost")
     injected = Calls(servers, "client", ManualClock(), 1.0)._library
     assert INJECTED_CLOCK in injected.text
     assert CLOCK not in injected.text

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from holdfast._core.events import Event, EventKind, Events, Topic
@@ -162,3 +163,34 @@ def _call(subscription: Subscription, events: list[Event], route: Route) -> None
         subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
     except RuntimeError:
         pass  # The listener's loop has closed; it will never ask again.
+
+
+class RemoteSubscription:
+    """A subscription that other processes or a server feed as well.
+
+    `listen` asks them to. It may return a function that ends this; without one, what was asked for once is sent until
+    the storage is closed.
+    """
+
+    def __init__(
+        self,
+        inner: AbstractAsyncContextManager[Events],
+        listen: Callable[[], Awaitable[Callable[[], None] | None]],
+    ) -> None:
+        self._inner = inner
+        self._listen = listen
+        self._leave: Callable[[], None] | None = None
+
+    async def __aenter__(self) -> Events:
+        events = await self._inner.__aenter__()
+        try:
+            self._leave = await self._listen()
+        except BaseException:
+            await self._inner.__aexit__(None, None, None)
+            raise
+        return events
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.__aexit__(None, None, None)
+        if self._leave is not None:
+            self._leave()

@@ -85,7 +85,6 @@ def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
 
 def _redis(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
     try:
-        importlib.import_module("redis.asyncio")
         importlib.import_module("hiredis")
     except ImportError:
         message = f"{redact(url)!r:.120} needs the redis extra: pip install 'holdfast[redis]'"

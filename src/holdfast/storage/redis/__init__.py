@@ -1,8 +1,9 @@
 """Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
 
-script.py hands the script to a server, calls.py numbers and batches calls, connection.py carries them, topology.py
-knows where to, pipelines.py lets some travel with others', notify.py hears what happens, codec.py knows the bytes,
-pages.py and stats.py read, audit.py checks.
+script.py hands the script to a server, calls.py numbers and batches calls, connection.py sends them and reconnects,
+raw.py opens sockets, topology.py knows which server has which keys, urls.py reads URLs and clients, pipelines.py puts
+commands into pipelines of callers, notify.py receives messages and wake tokens, codec.py knows the bytes, pages.py and
+stats.py read, audit.py checks.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import logging
 import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import Any, Self
 
 import msgspec
-from redis.asyncio import RedisCluster
 
 from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
@@ -56,14 +56,15 @@ from holdfast.storage.redis.codec import (
     request_args,
     settlement_args,
 )
-from holdfast.storage.redis.connection import Argument, Reply
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.pipelines import pipeline_for
+from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT
 from holdfast.storage.redis.stats import queue_stats, worker_stats
 from holdfast.storage.redis.topology import Servers
-from holdfast.storage.subscriptions import Subscription
+from holdfast.storage.redis.urls import servers_from_client, servers_from_url
+from holdfast.storage.subscriptions import RemoteSubscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -125,8 +126,8 @@ class RedisStorage(Storage):
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
-        self._bell = WakeTokenListener(servers, self._ring)
-        self._ears: dict[object, PubSubListener] = {}
+        self._wake_listener = WakeTokenListener(servers, self._on_wake)
+        self._listeners: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
@@ -190,8 +191,8 @@ class RedisStorage(Storage):
 
     async def _close(self) -> None:
         await super()._close()
-        ears, self._ears = self._ears, {}
-        ending = [self._bell.end(), *(ear.end() for ear in ears.values())]
+        listeners, self._listeners = self._listeners, {}
+        ending = [self._wake_listener.end(), *(listener.end() for listener in listeners.values())]
         await asyncio.gather(*(task for task in ending if task is not None), return_exceptions=True)
         await self._calls.close()
         await self._servers.close()
@@ -262,7 +263,7 @@ class RedisStorage(Storage):
             items += request_args(request)
             size += len(request.work.payload or b"")
         try:
-            answer, start = await self._calls.ask(self._key(queue), "enqueue", (), items, len(jobs), size)
+            answer, start = await self._calls.call(self._key(queue), "enqueue", (), items, len(jobs), size)
             opened, packed, cached = answer
             if opened and not listed_now:
                 await self._list(queue, opened=True)
@@ -292,7 +293,7 @@ class RedisStorage(Storage):
         reply, late = await self._calls.claim(key, (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
         if len(claim.jobs) < limit:
-            self._bell.arm(f"{key}:wake")
+            self._wake_listener.rearm(f"{key}:wake")
         if not late:
             return claim
         if claim.jobs:  # They were claimed for somebody who has given up: who knows how much is left of their leases.
@@ -312,7 +313,7 @@ class RedisStorage(Storage):
             except UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
-            await self._calls.ask(self._key(queue), "mend", tuple(garbled))
+            await self._calls.call(self._key(queue), "mend", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
@@ -338,7 +339,7 @@ class RedisStorage(Storage):
             items += args
             size += len(args[2]) + len(args[3])
         try:
-            reply, start = await self._calls.ask(self._key(queue), "settle", (worker,), items, len(batch), size)
+            reply, start = await self._calls.call(self._key(queue), "settle", (worker,), items, len(batch), size)
             opened, replies = reply
             if opened and not follows:
                 await self._list(companion, opened=True)
@@ -355,7 +356,7 @@ class RedisStorage(Storage):
             progress = b"" if lease.progress is None else b"+" + lease.progress
             items += (id_bytes(lease.id), lease.fence, progress)
             size += len(progress)
-        reply, start = await self._calls.ask(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
+        reply, start = await self._calls.call(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
         told = list(zip(leases, reply[start : start + len(leases)], strict=True))
         return Extended(
             [lease for lease, code in told if code == _LOST], [lease for lease, code in told if code == _CANCEL_ASKED]
@@ -364,21 +365,21 @@ class RedisStorage(Storage):
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
-        reply, start = await self._calls.ask(self._key(queue), "cancel", (), items, len(ids))
+        reply, start = await self._calls.call(self._key(queue), "cancel", (), items, len(ids))
         return [_CANCELLED[code] for code in reply[start : start + len(ids)]]
 
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
         self._check_open()
         items = [id_bytes(id) for id in ids]
         options = (ttl_ms, int(at_least))
-        reply, start = await self._calls.ask(self._key(queue), "keep", options, items, len(ids))
+        reply, start = await self._calls.call(self._key(queue), "keep", options, items, len(ids))
         return [_KEPT[code] for code in reply[start : start + len(ids)]]
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         self._check_open()
         await self._list(queue)
         try:
-            opened, _ = await self._calls.ask(self._key(queue), "pause", (int(paused), reason if paused else ""))
+            opened, _ = await self._calls.call(self._key(queue), "pause", (int(paused), reason if paused else ""))
             if opened:
                 await self._list(queue, opened=True)
         except BaseException:
@@ -387,7 +388,7 @@ class RedisStorage(Storage):
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
         self._check_open()
-        reply, _ = await self._calls.ask(self._key(queue), "sweep", (limit, worker or ""))
+        reply, _ = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
         overdue, stalled, gone, more, next_sweep_at = reply
         return Swept(
             [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
@@ -396,7 +397,7 @@ class RedisStorage(Storage):
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         self._check_open()
         wanted = "".join(str(STATES.index(state)) for state in states)
-        reply, _ = await self._calls.ask(self._key(queue), "purge", (limit, int(drop), wanted))
+        reply, _ = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
         done, dropped = reply
         if dropped:
             self._listed.discard(queue)
@@ -409,12 +410,12 @@ class RedisStorage(Storage):
 
     async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
         self._check_open()
-        evict, _ = await self._calls.ask(self._name(), "announce", (worker, _encode(facts), ttl_ms))
+        evict, _ = await self._calls.call(self._name(), "announce", (worker, _encode(facts), ttl_ms))
         return WorkerCommands(bool(evict))
 
     async def _evict(self, worker: str) -> bool:
         self._check_open()
-        asked, _ = await self._calls.ask(self._name(), "evict", (worker,))
+        asked, _ = await self._calls.call(self._name(), "evict", (worker,))
         return bool(asked)
 
     # Reading
@@ -459,34 +460,41 @@ class RedisStorage(Storage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _ServerSubscription(self, topics)
+        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen_to(topics))
+
+    async def _listen_to(self, topics: Sequence[Topic]) -> Callable[[], None]:
+        """Ask the server for events of these topics. Returns a function that ends this."""
+        leaves = ExitStack()
+        with leaves:
+            for topic in topics:
+                leaves.callback(await self._listen(topic))
+            return leaves.pop_all().close
 
     async def _listen(self, topic: Topic) -> Callable[[], None]:
-        """Hear a topic from now on: returns how to leave it."""
         key = self._key(topic.queue)
         if self._is_wake(topic):
-            self._bell.add(f"{key}:wake")
-            return lambda: self._bell.remove(f"{key}:wake")
+            self._wake_listener.add(f"{key}:wake")
+            return lambda: self._wake_listener.remove(f"{key}:wake")
         if _is_answer(topic):
             for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
-                await self._ear(channel).listen(channel, self._timeout_s)
+                await self._listener(channel).listen(channel, self._timeout_s)
             return lambda: None  # Who waited once will wait again.
         channel = f"{key}:events"
-        ear = self._ear(channel)
-        await ear.listen(channel, self._timeout_s)
-        return lambda: ear.leave(channel)
+        listener = self._listener(channel)
+        await listener.listen(channel, self._timeout_s)
+        return lambda: listener.leave(channel)
 
-    def _ear(self, channel: str) -> PubSubListener:
-        place = self._servers.place(channel)
-        if place not in self._ears:
-            self._ears[place] = PubSubListener(self._servers, self._hear, self._bus.notify_all)
-        return self._ears[place]
+    def _listener(self, channel: str) -> PubSubListener:
+        node = self._servers.node_of(channel)
+        if node not in self._listeners:
+            self._listeners[node] = PubSubListener(self._servers, self._on_message, self._bus.notify_all)
+        return self._listeners[node]
 
     def _is_wake(self, topic: Topic) -> bool:
         """Is this topic served by the token? A blocking wait cannot name queues of several nodes."""
         return topic.only == "wake" and not self._servers.clustered
 
-    def _hear(self, channel: str, message: bytes) -> None:
+    def _on_message(self, channel: str, message: bytes) -> None:
         key, _, rest = channel.rpartition(":")
         to_waiters = rest != "events"
         queue = self._queue(key.removesuffix(":to") if to_waiters else key)
@@ -500,34 +508,9 @@ class RedisStorage(Storage):
         else:
             self._bus.publish(events, lambda topic: not _is_answer(topic) and not self._is_wake(topic))
 
-    def _ring(self, key: str) -> None:
+    def _on_wake(self, key: str) -> None:
         queue = self._queue(key.removesuffix(":wake"))
         self._bus.publish([Event(EventKind.UPDATED, queue, "", 0)], self._is_wake)
-
-
-class _ServerSubscription:
-    """A subscription that the server feeds."""
-
-    def __init__(self, storage: RedisStorage, topics: Sequence[Topic]) -> None:
-        self._storage = storage
-        self._topics = topics
-        self._inner = Subscription(storage._bus, topics)  # pyright: ignore[reportPrivateUsage]
-        self._leave: list[Callable[[], None]] = []
-
-    async def __aenter__(self) -> Events:
-        events = await self._inner.__aenter__()
-        try:
-            for topic in self._topics:
-                self._leave.append(await self._storage._listen(topic))  # pyright: ignore[reportPrivateUsage]
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return events
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.__aexit__()
-        for leave in self._leave:
-            leave()
 
 
 def _is_answer(topic: Topic) -> bool:
@@ -545,7 +528,7 @@ def _time(at: int) -> int | None:
 
 def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
     """The storage that a URL names. `shown` is the URL without its password."""
-    servers, ours = places.find(url, shown)
+    servers, ours = servers_from_url(url, shown)
     if ours.get("eviction", "refuse") not in ("refuse", "allow"):
         raise OptionError(f"{shown!r:.120}: eviction is 'refuse' or 'allow'")
     try:
@@ -560,6 +543,4 @@ def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
 def of_client(client: object, **options: Any) -> RedisStorage:
     """A storage on the server of a redis-py client: `redis.asyncio.Redis` or `RedisCluster`. It makes connections of
     its own, with the client's settings; the client stays yours to use and to close."""
-    if isinstance(client, RedisCluster):
-        return RedisStorage(places.of_cluster(client), **options)
-    return RedisStorage(places.of_client(client), **options)
+    return RedisStorage(servers_from_client(client), **options)

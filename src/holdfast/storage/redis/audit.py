@@ -19,8 +19,8 @@ from holdfast.storage.local.audit import compare_counts, examine
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
-from holdfast.storage.redis.connection import Argument
 from holdfast.storage.redis.pages import Entry, read_page
+from holdfast.storage.redis.raw import Argument
 from holdfast.storage.validation import clean_id
 
 PAGE = 200
@@ -73,7 +73,7 @@ class Audit:
             checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
             scans = not at_end
         if mends and not dry_run:
-            await self._calls.ask(self._key, "mend", tuple(mends))
+            await self._calls.call(self._key, "mend", tuple(mends))
         at.found += len(problems)
         if scans or not at_end:
             return Repaired(problems, checked, _write(at))
@@ -137,7 +137,7 @@ class Audit:
         )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]
-            await self._calls.ask(self._key, "recount", (at.version, *views, missing))
+            await self._calls.call(self._key, "recount", (at.version, *views, missing))
         return problems
 
 

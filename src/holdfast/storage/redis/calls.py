@@ -1,9 +1,9 @@
-"""Calls of queue.lua: numbered, in order, and together where several callers ask for the same.
+"""Calls of queue.lua: numbered, in order, and joined where several callers make the same call.
 
-Nothing in flight: a call is sent at once. What is asked meanwhile waits, and goes as one batch per verb when the reply
-is there, in the order in which it was asked, per queue and across verbs (unless the server turns down one call and
-takes the next). One call per queue and verb is in flight, so the library needs to remember only the last number of
-each. A cancelled caller leaves if its call was not sent; if it was, its effect stands.
+With nothing in flight, a call is sent at once. Calls that come meanwhile wait, and go as one batch per verb when the
+reply has arrived. Their order is kept, per queue and across verbs (unless the server refuses one call and takes the
+next). One call per queue and verb is in flight, so the library needs to remember only the last number of each. A
+cancelled caller leaves if its call was not sent; if it was, its effect stands.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from holdfast._core.clock import Clock
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
-from holdfast.storage.redis.connection import Argument, Deliver, Reply, ServerError
+from holdfast.storage.redis.raw import Argument, Deliver, Reply, ServerError
 from holdfast.storage.redis.script import BODY, LAYOUT, Library
 from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
@@ -25,8 +23,8 @@ from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 TRY_AGAIN_S = 0.05
 """How long to wait while a slot is on its way between two nodes."""
 REPEATED = frozenset({"claim", "settle"})
-"""Who makes such a call and gets no answer asks for the same again. Of an enqueue nobody knows whether it is meant
-anew, and the answer to an earlier `extend` says nothing of now."""
+"""Verbs whose callers repeat a call that got no answer. A second enqueue may be meant as another one, and the answer to
+an earlier `extend` says nothing about now."""
 KEYS = (
     *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
@@ -35,8 +33,8 @@ KEYS = (
 """What the keys of a queue, or of what a namespace shares, end in. queue.lua says what they are."""
 
 
-class Ask:
-    """A caller's part of a call: some items, for a verb with certain options."""
+class PendingCall:
+    """One caller's part of a call: items for a verb with its options."""
 
     __slots__ = ("count", "future", "items", "options", "repeats", "size", "verb")
 
@@ -49,7 +47,7 @@ class Ask:
         self.count = count
         self.size = size
         self.repeats = False
-        """It was sent as the repetition of one that nobody waits for any more."""
+        """It was sent as the repetition of a call that was given up."""
         self.future: asyncio.Future[tuple[Reply, int]] = asyncio.get_running_loop().create_future()
 
 
@@ -59,75 +57,76 @@ class CallQueue:
     def __init__(self, calls: Calls, key: str) -> None:
         self._calls = calls
         self._key = key
-        self._asks: deque[Ask] = deque()
-        self._busy: set[str] = set()
+        self._waiting: deque[PendingCall] = deque()
+        self._in_flight: set[str] = set()
+        """Verbs of which a call has no reply yet."""
         self._numbers: dict[str, int] = {}
         self._unanswered: dict[str, tuple[Argument, ...]] = {}
         """Arguments of a verb's last call, if it was given up without an answer: it may be done, or be done yet."""
 
-    def ask(self, ask: Ask) -> None:
-        self._asks.append(ask)
-        self.pump()
+    def add(self, call: PendingCall) -> None:
+        self._waiting.append(call)
+        self._send_ready()
 
-    def pump(self) -> None:
-        """Send what may go: the first ask in line, with those behind it that fit, if nothing of its verb is out."""
-        while (first := self._first()) is not None and first.verb not in self._busy:
-            self._send(first.verb, self._take(first))
+    def _send_ready(self) -> None:
+        """Send the first call, with those behind it that fit, unless a call of its verb is in flight; then the next."""
+        while (first := self._first()) is not None and first.verb not in self._in_flight:
+            self._send(first.verb, self._pop_batch(first))
 
-    def _first(self) -> Ask | None:
-        while self._asks and self._asks[0].future.cancelled():
-            self._asks.popleft()
-        return self._asks[0] if self._asks else None
+    def _first(self) -> PendingCall | None:
+        while self._waiting and self._waiting[0].future.cancelled():
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
 
-    def _take(self, first: Ask) -> list[Ask]:
-        """The longest batch at the head of the line."""
-        batch = [self._asks.popleft()]
+    def _pop_batch(self, first: PendingCall) -> list[PendingCall]:
+        """The longest batch that begins with the first call."""
+        batch = [self._waiting.popleft()]
         count, size = first.count, first.size
-        while (ask := self._first()) is not None and first.count and ask.count:
-            count += ask.count
-            size += ask.size
+        while (call := self._first()) is not None and first.count and call.count:
+            count += call.count
+            size += call.size
             fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
-            if not fits or ask.verb != first.verb or ask.options != first.options:
+            if not fits or call.verb != first.verb or call.options != first.options:
                 break
-            batch.append(self._asks.popleft())
+            batch.append(self._waiting.popleft())
         return batch
 
-    def _send(self, verb: str, batch: list[Ask]) -> None:
-        self._busy.add(verb)
-        items = batch[0].items if len(batch) == 1 else [item for ask in batch for item in ask.items]
+    def _send(self, verb: str, batch: list[PendingCall]) -> None:
+        self._in_flight.add(verb)
+        items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
         args = (*batch[0].options, *items)
         before = self._unanswered.pop(verb, None)
-        if before is not None and _same(verb, before, args):
-            args = before  # The same number again: it is done once, and now its answer is heard.
+        if before is not None and _is_repeated(verb, before, args):
+            args = before  # Under the same number: it is done once, and now its answer arrives.
             batch[0].repeats = True
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
         number = self._numbers[verb]
-        self._calls.send(verb, self._key, number, args, lambda reply: self._done(verb, batch, args, reply))
+        self._calls.send(verb, self._key, number, args, lambda reply: self._on_reply(verb, batch, args, reply))
 
-    def _done(self, verb: str, batch: list[Ask], args: tuple[Argument, ...], reply: Reply) -> None:
-        self._busy.discard(verb)
+    def _on_reply(self, verb: str, batch: list[PendingCall], args: tuple[Argument, ...], reply: Reply) -> None:
+        self._in_flight.discard(verb)
         refused = isinstance(reply, Exception) and isinstance(reply.__cause__, ServerError)
         if isinstance(reply, StorageUnavailable) and verb in REPEATED and not refused:
             self._unanswered[verb] = args
         start = 0
-        for ask in batch:
-            if not ask.future.done():
+        for call in batch:
+            if not call.future.done():
                 if isinstance(reply, Exception):
-                    ask.future.set_exception(type(reply)(*reply.args))  # To each its own.
+                    call.future.set_exception(type(reply)(*reply.args))  # A new one for each caller.
                 else:
-                    ask.future.set_result((reply, start))
-            start += ask.count
-        self.pump()
+                    call.future.set_result((reply, start))
+            start += call.count
+        self._send_ready()
 
 
-def _same(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
-    """Does a call ask for what another asked for? A claim does if it is the same worker's, for any number of jobs."""
+def _is_repeated(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
+    """Is a call the repetition of an earlier one? A claim is if the worker is the same, for any number of jobs."""
     return before[1:] == now[1:] if verb == "claim" else before == now
 
 
 class Calls:
-    """All calls of one storage object: its name as a client, its library, its lines."""
+    """All calls of one storage object: its name as a client, its library, and one CallQueue per queue."""
 
     def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
@@ -135,10 +134,10 @@ class Calls:
         self._clock = clock
         self._timeout_s = timeout_s
         self._library = Library(BODY, clock is not None)
-        self._lines: dict[str, CallQueue] = {}
+        self._queues: dict[str, CallQueue] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
-    async def ask(
+    async def call(
         self,
         key: str,
         verb: str,
@@ -147,23 +146,23 @@ class Calls:
         count: int = 0,
         size: int = 0,
     ) -> tuple[Reply, int]:
-        """Make a call that changes something. Its reply, and where in it this caller's items begin. With a count of
-        items it may travel with others of its kind."""
-        return await self._answer(key, Ask(verb, options, items, count, size))
+        """Make a call that changes something. Returns its reply, and where in it this caller's items begin. A call
+        with a count of items may be joined with others of its verb."""
+        return await self._answer_to(key, PendingCall(verb, options, items, count, size))
 
     async def claim(self, key: str, options: tuple[Argument, ...]) -> tuple[Reply, bool]:
-        """Make a claim. Its reply, and whether that is an earlier one's: of one that got no answer at the time."""
-        ask = Ask("claim", options, (), 0, 0)
-        reply, _ = await self._answer(key, ask)
-        return reply, ask.repeats
+        """Make a claim. Returns its reply, and whether that is the reply to an earlier claim that got no answer."""
+        call = PendingCall("claim", options, (), 0, 0)
+        reply, _ = await self._answer_to(key, call)
+        return reply, call.repeats
 
-    async def _answer(self, key: str, ask: Ask) -> tuple[Reply, int]:
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = CallQueue(self, key)
-        line.ask(ask)
+    async def _answer_to(self, key: str, call: PendingCall) -> tuple[Reply, int]:
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = CallQueue(self, key)
+        queue.add(call)
         try:
-            return await ask.future
+            return await call.future
         except ServerError as error:
             raise as_holdfast_error(error, self._servers.name) from error
 
@@ -172,14 +171,14 @@ class Calls:
         return await self._routed(key, self._command(verb, key, 0, args), self._library)
 
     async def command(self, key: str, *args: Argument) -> Reply:
-        """Send a plain command to whoever has the key."""
+        """Send a plain command to the server that has the key."""
         return await self._routed(key, args, None)
 
     def send(self, verb: str, key: str, number: int, args: Sequence[Argument], deliver: Deliver) -> None:
-        """Send a numbered call. A single server needs no task for that: the reply comes straight from the wire."""
+        """Send a numbered call. With a single server the connection delivers the reply; a cluster needs a task."""
         command = self._command(verb, key, number, args)
         if not self._servers.clustered:
-            self._servers.wire(key).send(command, self._deadline(), deliver, self._library)
+            self._servers.connection(key).send(command, self._deadline(), deliver, self._library)
             return
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
@@ -193,46 +192,46 @@ class Calls:
         return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
 
     def _keys(self, key: str, verb: str) -> tuple[str, ...]:
-        """All that a call may touch. While a slot moves from node to node, a cluster then refuses the whole call."""
+        """All keys that a call may use. While a slot moves from node to node, a cluster then refuses the whole call."""
         bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
         return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
     def enqueue_alone(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
-        """An enqueue as a command for somebody else to send. It has no number: whoever repeats it does it again."""
+        """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
         keys = (f"{key}:ledger", f"{shared}:queues")
         words = (queue, "enqueue", self._client, "")
         clock = () if self._clock is None else (self._clock.now_us(),)
         return ("EVAL", self._library.enqueue_alone, len(keys), *keys, *words, *items, *clock)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
-        """Send a command to the node that has the key, wherever it moves meanwhile."""
+        """Send a command to the node that has the key, also if the key moves meanwhile."""
         deadline = self._deadline()
         while True:
             try:
-                return await self._servers.wire(key).call(args, deadline, library)
+                return await self._servers.connection(key).call(args, deadline, library)
             except NodeLeft as error:
-                await self._in_time(self._servers.moved(error), error, deadline)
+                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
             except ServerError as error:
                 if error.code == "TRYAGAIN":
-                    await self._in_time(asyncio.sleep(TRY_AGAIN_S), error, deadline)
+                    await self._wait_to_retry(asyncio.sleep(TRY_AGAIN_S), error, deadline)
                     continue
                 if error.code == "ASK" and isinstance(self._servers, ClusterServers):
                     try:
-                        return await self._servers.ask(address_in(error), args, deadline, library=library)
+                        return await self._servers.call_importing(address_in(error), args, deadline, library)
                     except ServerError as refusal:
                         if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
                             raise as_holdfast_error(refusal, self._servers.name) from refusal
                 elif error.code != "MOVED":
                     raise as_holdfast_error(error, self._servers.name) from error
-                await self._in_time(self._servers.moved(error), error, deadline)
+                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
 
-    async def _in_time(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
-        """Wait before another attempt, or give up if it is too late for one."""
+    async def _wait_to_retry(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
+        """Wait before another attempt, or give up if the deadline comes first."""
         try:
             async with asyncio.timeout_at(deadline):
                 try:
                     await pause
-                except (RedisError, OSError):  # No node could tell where the key is: one may yet.
+                except (OSError, ServerError):  # No node answered where the key is: one may do so later.
                     await asyncio.sleep(TRY_AGAIN_S)
         except TimeoutError:
             raise StorageUnavailable(f"{self._servers.name} was not ready in time: {error}") from error
@@ -253,7 +252,7 @@ def _outcome_of(task: asyncio.Task[Reply]) -> Reply:
 
 
 def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
-    """What a server's error means to a caller."""
+    """The error that a caller gets for an error of the server."""
     match error.code:
         case "OOM":
             return StorageFull(

@@ -1,11 +1,9 @@
-"""One connection to one server: requests go out in order, replies come back in order, many at a time.
+"""Connections that survive a break: commands go out in order, replies come back in order, many at a time.
 
-A request survives its connection. When that breaks, or the server answers that it is not ready, everything without a
-reply is sent again in its first order, on a new connection, until its deadline. That is safe because whatever changes
-something has a number (queue.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped here:
-no connection is ever out of step.
-
-redis-py opens the connection; from then on bytes go straight from the transport through hiredis to whoever asked.
+A command survives its connection. When that breaks, or the server answers that it is not ready, every command without
+a reply is sent again in the first order, on a new connection, until its deadline. That is safe because each call that
+changes something has a number (queue.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped
+here: no connection is ever out of step.
 """
 
 from __future__ import annotations
@@ -13,95 +11,152 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
-
-import hiredis
-from redis.exceptions import AuthenticationError, AuthorizationError, RedisError
 
 from holdfast.errors import HoldfastError, StorageUnavailable
+from holdfast.storage.redis.raw import Argument, Deliver, LoginRefused, RawConnection, Reply, ServerError
 from holdfast.storage.redis.script import Library
 
 log = logging.getLogger("holdfast.redis")
 
-Argument = bytes | str | int
-Reply = Any
-"""What a server says: bytes, int, None, or a list of these."""
-Deliver = Callable[[Reply], None]
-"""Takes a reply, or an exception in its place."""
-
 REPLY_S = 5.0
-"""A server that has not answered for so long is taken for gone: the connection may be half open."""
+"""A server that has not answered for 5 s is given up: the connection may be half open."""
 LEAST_REPLY_S = 0.5
-"""However little time a call has: no connection is given up sooner."""
-WATCH_S = 0.25
-"""How often deadlines are looked at, while somebody waits."""
+"""No connection is given up sooner than after 0.5 s, even if a call has less time."""
+CHECK_S = 0.25
+"""How often deadlines are checked, while a command waits."""
 BACKOFF_S = (0.01, 1.0)
 """The first and the longest pause between two attempts to connect."""
 NOT_READY = frozenset(
     ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
 )
-"""Answers of a server that will be able to, or whose place another will take: all is sent again."""
+"""Errors of a server that will be ready later, or that another will replace: all commands are sent again."""
 NOT_LOADED = "ERR Function not found"
 MAX_LOADS = 5
-"""How often a library is sent for one call, on a server where somebody keeps deleting it."""
-REFUSED = (AuthenticationError, AuthorizationError)
-NOTHING = object()
-"""What hiredis gives while a reply is not complete."""
+"""How often a library is sent for one call, on a server where another client keeps deleting it."""
 
 
-class ServerError(Exception):
-    """What a server answered instead of a reply. `code` is its first word."""
+class ReconnectingConnection(ABC):
+    """One connection to a server: opened when it is needed, and again after each break, with growing pauses.
 
-    @property
-    def code(self) -> str:
-        return str(self).split(" ", 1)[0]
+    There is never more than one. A reply that still arrives on an earlier connection is dropped. `connect` opens a
+    connection; it is called again after every break, so it may look up where the server is now. A subclass says whether
+    a connection is needed, writes to a new one, and takes replies. At most one task exists, while a connection is being
+    opened; `end` cancels it.
+    """
 
+    def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
+        self.name = name
+        self._connect = connect
+        self._loop: asyncio.AbstractEventLoop
+        """Known once a connection was needed."""
+        self._raw: RawConnection | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause_s = BACKOFF_S[0]
+        self._trouble = "not connected yet"
+        """Why there is no connection, or why the last one ended."""
 
-class RawConnection(Protocol):
-    """A redis-py connection, as `servers` makes it: what redis-py sets up, and we read and write."""
+    @abstractmethod
+    def _is_needed(self) -> bool:
+        """Is there anything for a connection to do?"""
 
-    async def connect(self) -> None: ...
-    async def disconnect(self, nowait: bool = False) -> None: ...
-    def write(self, *args: Argument) -> None: ...
-    async def read(self) -> Reply: ...
-    def attach(self, protocol: asyncio.Protocol) -> asyncio.WriteTransport: ...
+    @abstractmethod
+    def _on_connected(self, raw: RawConnection) -> None:
+        """Write what a new connection begins with."""
 
+    @abstractmethod
+    def _on_reply(self, reply: Reply) -> None:
+        """Take one reply of the current connection."""
 
-def new_reader() -> hiredis.Reader:
-    return hiredis.Reader(replyError=ServerError, notEnoughData=NOTHING)
+    @abstractmethod
+    def _check(self) -> None:
+        """Look for a connection that does not answer. Called once after `_check_after`."""
 
+    def _on_disconnected(self) -> None:  # noqa: B027
+        """Forget what was true of the connection only. Nothing, unless a subclass says so."""
 
-def packed(args: tuple[Argument, ...]) -> bytes:
-    pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
-    return pack(args)
+    def _on_connect_error(self, error: Exception) -> None:  # noqa: B027
+        """Note a failed attempt. Another one follows if a connection is still needed afterwards."""
 
+    def end(self) -> asyncio.Task[None] | None:
+        """Close the connection and open no other. The task that is returned ends soon."""
+        for timer in (self._retry, self._timer):
+            if timer is not None:
+                timer.cancel()
+        self._retry = self._timer = None
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+        self._drop()
+        return opening
 
-class ReplyParser(asyncio.Protocol):
-    """Takes over a connection: replies go to `take` as they arrive."""
+    def _ensure_open(self) -> None:
+        """Connect now, unless a connection exists or is being opened."""
+        if self._raw is None and self._opening is None:
+            self._loop = asyncio.get_running_loop()
+            if self._retry is not None:
+                self._retry.cancel()
+                self._retry = None
+            self._opening = self._loop.create_task(self._open(), name=f"holdfast connect {self.name}")
 
-    def __init__(self, take: Deliver, lost: Callable[[str], None]) -> None:
-        self._take = take
-        self._lost = lost
-        self._reader = new_reader()
-
-    def data_received(self, data: bytes) -> None:
+    async def _open(self) -> None:
+        """Try to connect for as long as a connection is needed."""
         try:
-            self._reader.feed(data)
-            while (reply := self._reader.gets()) is not NOTHING:
-                self._take(reply)
-        except hiredis.ProtocolError as error:
-            self._lost(f"what came was no reply: {error}")
+            while self._is_needed():
+                try:
+                    raw = await self._connect()
+                except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
+                    self._trouble = f"{type(error).__name__}: {error}"
+                    self._on_connect_error(error)
+                    if self._is_needed():
+                        await asyncio.sleep(self._next_pause_s())
+                else:
+                    self._begin(raw)
+                    return
+        finally:
+            if self._opening is asyncio.current_task():
+                self._opening = None
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost("the connection was closed" if exc is None else f"{type(exc).__name__}: {exc}")
+    def _begin(self, raw: RawConnection) -> None:
+        self._raw = raw
+        raw.start(self._on_reply, self._break)
+        self._on_connected(raw)
+
+    def _break(self, trouble: str) -> None:
+        """Give up the connection. If one is needed, open another after a pause."""
+        if self._raw is None:
+            return
+        log.info("the connection to %s broke: %s", self.name, trouble)
+        self._trouble = trouble
+        self._drop()
+        if self._is_needed():
+            self._retry = self._loop.call_later(self._next_pause_s(), self._ensure_open)
+
+    def _drop(self) -> None:
+        if self._raw is not None:
+            self._raw.abort()
+            self._raw = None
+            self._on_disconnected()
+
+    def _next_pause_s(self) -> float:
+        """How long to wait before the next attempt: twice as long each time, until something succeeds."""
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, BACKOFF_S[1])
+        return pause_s * random.uniform(0.5, 1)
+
+    def _check_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._check)
 
 
 class PendingCommand:
-    """A command on its way."""
+    """A command without a reply."""
 
-    __slots__ = ("args", "deadline", "deliver", "library", "sent_at", "tries", "unloadable")
+    __slots__ = ("args", "deadline", "deliver", "library", "load_error", "loads", "sent_at")
 
     def __init__(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None) -> None:
         self.args = args
@@ -109,16 +164,16 @@ class PendingCommand:
         self.deliver: Deliver | None = deliver
         """None once it was answered, or given up."""
         self.library = library
-        self.tries = 0
-        """How often the library was sent for it."""
-        self.unloadable = ""
-        """Why the server did not take that."""
+        self.loads = 0
+        """How often the library was sent for this command."""
+        self.load_error = ""
+        """Why the server did not take the library."""
         self.sent_at = 0.0
 
-    def note_load(self, reply: Reply) -> None:
-        """What the server said to the library. Another client may have been quicker: that is as good."""
+    def on_load_reply(self, reply: Reply) -> None:
+        """Note why the library was refused. If another client has loaded it meanwhile, that is as good."""
         if isinstance(reply, Exception) and "already exists" not in str(reply):
-            self.unloadable = str(reply)
+            self.load_error = str(reply)
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -126,22 +181,14 @@ class PendingCommand:
             deliver(reply)
 
 
-class ServerConnection:
-    """A connection that mends itself. `connect` gives a fresh link; it is asked again after every break, so it may
-    look up where the server is now."""
+class ServerConnection(ReconnectingConnection):
+    """The connection for commands. After a break it sends again, in order, what has no reply."""
 
     def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
-        self.name = name
-        self._connect = connect
+        super().__init__(name, connect)
         self._loop = asyncio.get_running_loop()
-        self._link: RawConnection | None = None
-        self._transport: asyncio.WriteTransport | None = None
         self._pending: deque[PendingCommand] = deque()
-        """Without a reply, in the order in which they go out. If there is a transport, all of them have been sent."""
-        self._connecting: asyncio.Task[None] | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        self._pause = BACKOFF_S[0]
-        self._trouble = "not connected yet"
+        """Commands without a reply, in the order in which they go out. With a connection, all of them were sent."""
         self._closed = False
 
     def send(
@@ -151,14 +198,14 @@ class ServerConnection:
         if self._closed:
             self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
-        request = PendingCommand(args, deadline, deliver, library)
-        self._pending.append(request)
-        if self._transport is not None:
-            self._write(self._transport, request)
+        command = PendingCommand(args, deadline, deliver, library)
+        self._pending.append(command)
+        if self._raw is not None:
+            self._write(self._raw, command)
         else:
-            self._reconnect()
-        if self._watch is None:
-            self._watch = self._loop.call_later(WATCH_S, self._look)
+            self._ensure_open()
+        if self._timer is None:
+            self._check_after(CHECK_S)
 
     def call(
         self, args: tuple[Argument, ...], deadline: float, library: Library | None = None
@@ -176,131 +223,103 @@ class ServerConnection:
         self.send(args, deadline, deliver, library)
         return future
 
-    async def close(self) -> None:
+    def end(self) -> asyncio.Task[None] | None:
+        """Close for good: all commands without a reply fail."""
         self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
-        self._drop()
+        opening = super().end()
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))
+        return opening
 
-    def _write(self, transport: asyncio.WriteTransport, request: PendingCommand) -> None:
-        request.sent_at = self._loop.time()
-        transport.write(packed(request.args))
+    async def close(self) -> None:
+        """End, and wait for the task that was opening a connection."""
+        opening = self.end()
+        if opening is not None:
+            await asyncio.gather(opening, return_exceptions=True)
 
-    def _reconnect(self) -> None:
-        """Connect, unless somebody was quicker: a second link would answer what was asked on the first."""
-        if self._link is None and self._connecting is None and not self._closed:
-            self._connecting = self._loop.create_task(self._open(), name=f"holdfast wire {self.name}")
+    def _is_needed(self) -> bool:
+        return bool(self._pending)
 
-    async def _open(self) -> None:
-        """Connect, for as long as somebody waits, and send what waits."""
-        try:
-            while self._pending:
-                try:
-                    link = await self._connect()
-                except REFUSED as error:
-                    self._fail_all(StorageUnavailable(f"{self.name} refused the connection: {error}"))
-                    return
-                except HoldfastError as error:
-                    self._fail_all(error)
-                    return
-                except (RedisError, OSError, TimeoutError, ServerError) as error:
-                    self._trouble = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(self._next_pause())
-                    continue
-                self._begin(link)
-                return
-        finally:
-            self._connecting = None
+    def _on_connect_error(self, error: Exception) -> None:
+        """Fail everything at once if another attempt would meet the same error."""
+        if isinstance(error, LoginRefused):
+            self._fail_all(StorageUnavailable(f"{self.name} refused the connection: {error}"))
+        elif isinstance(error, HoldfastError):
+            self._fail_all(error)
 
-    def _begin(self, link: RawConnection) -> None:
-        feed = ReplyParser(lambda reply: self._take(link, reply), lambda trouble: self._lost(link, trouble))
-        self._link, self._transport = link, link.attach(feed)
-        self._pending = deque(request for request in self._pending if request.deliver is not None)
-        for request in self._pending:
-            self._write(self._transport, request)
+    def _on_connected(self, raw: RawConnection) -> None:
+        self._drop_answered()
+        for command in self._pending:
+            self._write(raw, command)
 
-    def _take(self, link: RawConnection, reply: Reply) -> None:
-        """The reply to the oldest request."""
-        if link is not self._link:
-            return  # What still arrives on a link that was given up.
+    def _write(self, raw: RawConnection, command: PendingCommand) -> None:
+        command.sent_at = self._loop.time()
+        raw.write(command.args)
+
+    def _on_reply(self, reply: Reply) -> None:
+        """Take the reply to the oldest command."""
         if not self._pending:
-            self._lost(link, "a reply came that nobody asked for")
+            self._break("a reply came without a command")
             return
         if isinstance(reply, ServerError):
             if reply.code in NOT_READY:
-                self._lost(link, f"not ready: {reply}")
+                self._break(f"not ready: {reply}")
                 return
-            if str(reply).startswith(NOT_LOADED) and self._pending[0].tries < MAX_LOADS:
-                self._load(self._pending.popleft())
+            if str(reply).startswith(NOT_LOADED) and self._pending[0].loads < MAX_LOADS:
+                self._load_library_for(self._pending.popleft())
                 return
-        self._pause = BACKOFF_S[0]
+        self._pause_s = BACKOFF_S[0]
         self._pending.popleft().answer(reply)
 
-    def _load(self, request: PendingCommand) -> None:
-        """The server does not know the library (any more): send its text, and the request again. A server that does
-        not take it (it is full, or this user may not) gets the whole of it as a script, with every call."""
-        assert self._transport is not None
-        assert request.library is not None
-        request.tries += 1
-        if request.unloadable:
-            name = str(request.args[1])
-            request.args = ("EVAL", request.library.script(name), *request.args[2:])
+    def _load_library_for(self, command: PendingCommand) -> None:
+        """Send the library's text, and the command again. A server that does not take the library (it is full, or the
+        user lacks the permission) gets the whole text as a script, with every call."""
+        assert command.library is not None
+        command.loads += 1
+        if command.load_error:
+            name = str(command.args[1])
+            command.args = ("EVAL", command.library.script(name), *command.args[2:])
         else:
-            load = ("FUNCTION", "LOAD", request.library.text)
-            self._put(self._transport, PendingCommand(load, request.deadline, request.note_load, None))
-        self._put(self._transport, request)
+            load = ("FUNCTION", "LOAD", command.library.text)
+            self._append(PendingCommand(load, command.deadline, command.on_load_reply, None))
+        self._append(command)
 
-    def _put(self, transport: asyncio.WriteTransport, request: PendingCommand) -> None:
-        self._pending.append(request)
-        self._write(transport, request)
+    def _append(self, command: PendingCommand) -> None:
+        assert self._raw is not None
+        self._pending.append(command)
+        self._write(self._raw, command)
 
-    def _lost(self, link: RawConnection, trouble: str) -> None:
-        """A link is of no use any more. What has no reply is sent again on the next, after a pause."""
-        if link is not self._link:
-            return
-        log.info("the connection to %s broke: %s", self.name, trouble)
-        self._trouble = trouble
-        self._drop()
-        if self._pending:
-            self._loop.call_later(self._next_pause(), self._reconnect)
-
-    def _next_pause(self) -> float:
-        """How long to wait before the next try: ever longer, but whoever waits gets several."""
-        pause, self._pause = self._pause, min(2 * self._pause, BACKOFF_S[1])
-        left = min((request.deadline for request in self._pending), default=self._loop.time()) - self._loop.time()
-        return min(pause, max(left / 4, BACKOFF_S[0])) * random.uniform(0.5, 1)
-
-    def _drop(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._link = self._transport = None
-
-    def _look(self) -> None:
-        """Give up requests whose time is up, and a link on which nothing comes back."""
-        self._watch = None
+    def _next_pause_s(self) -> float:
+        """As long as it must be, but every command gets several attempts before its deadline."""
         now = self._loop.time()
-        for request in list(self._pending):  # Whoever is answered may ask again at once.
-            if request.deadline <= now:
-                request.answer(
+        left_s = min((command.deadline for command in self._pending), default=now) - now
+        return min(super()._next_pause_s(), max(left_s / 4, BACKOFF_S[0]))
+
+    def _check(self) -> None:
+        """Give up commands whose time is up, and a connection on which no reply arrives."""
+        self._timer = None
+        now = self._loop.time()
+        for command in list(self._pending):  # A caller that gets an answer may send its next command at once.
+            if command.deadline <= now:
+                command.answer(
                     StorageUnavailable(f"{self.name} did not answer in time ({self._trouble}): is it up and reachable?")
                 )
-        if self._link is None:
-            self._pending = deque(request for request in self._pending if request.deliver is not None)
+        if self._raw is None:
+            self._drop_answered()
         elif self._pending and self._is_late(self._pending[0], now):
-            self._lost(self._link, f"no answer for {now - self._pending[0].sent_at:.1f} s")
+            self._break(f"no answer for {now - self._pending[0].sent_at:.1f} s")
         if self._pending:
-            self._watch = self._loop.call_later(WATCH_S, self._look)
+            self._check_after(CHECK_S)
 
-    def _is_late(self, request: PendingCommand, now: float) -> bool:
-        """Has it waited too long for an answer? Half of the time that it has is left for another connection."""
-        patience_s = max((request.deadline - request.sent_at) / 2, LEAST_REPLY_S)
-        return now - request.sent_at > min(REPLY_S, patience_s)
+    def _is_late(self, command: PendingCommand, now: float) -> bool:
+        """Has it waited too long for an answer? Half of its time is left for another connection."""
+        patience_s = max((command.deadline - command.sent_at) / 2, LEAST_REPLY_S)
+        return now - command.sent_at > min(REPLY_S, patience_s)
+
+    def _drop_answered(self) -> None:
+        """Forget commands that were given up. Only without a connection: on one, their replies still arrive."""
+        self._pending = deque(command for command in self._pending if command.deliver is not None)
 
     def _fail_all(self, error: HoldfastError) -> None:
         pending, self._pending = self._pending, deque()
-        for request in pending:
-            request.answer(error)
+        for command in pending:
+            command.answer(error)

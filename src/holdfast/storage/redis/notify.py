@@ -1,78 +1,68 @@
-"""Hearing from a server: what happens in queues (sharded pub/sub), answers for those who wait, and the wake token.
+"""Connections on which a server speaks first: messages of queues (sharded pub/sub), and the wake token of workers.
 
-All of it is hints. After a break everything is subscribed again and every listener is told to look.
+All of it is hints. After a break everything is subscribed again, and every subscription is notified that it may have
+missed something.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from redis.exceptions import ConnectionError as LinkError
-from redis.exceptions import RedisError
-
-from holdfast.errors import HoldfastError, StorageUnavailable
-from holdfast.storage.redis.connection import (
-    BACKOFF_S,
-    REPLY_S,
-    Argument,
-    RawConnection,
-    Reply,
-    ReplyParser,
-    ServerError,
-    packed,
-)
+from holdfast.errors import StorageUnavailable
+from holdfast.storage.redis.connection import BACKOFF_S, REPLY_S, ReconnectingConnection
+from holdfast.storage.redis.raw import Argument, RawConnection, Reply, ServerError
 from holdfast.storage.redis.topology import Servers
 
-log = logging.getLogger("holdfast.redis")
-
 QUIET_S = 15.0
-"""A connection on which nothing was heard for so long is asked whether it is there."""
+"""After 15 s without a message the server is asked whether it is there."""
 BLOCK_S = 1.0
-"""How long a wait for the wake token lasts: a lost token costs no more."""
+"""How long a wait for the wake token lasts: a lost token delays a worker by no more than this."""
 REST_S = 0.01
-"""After a token came, so long there is no wait for others: mostly, what it told of is taken by then, and one wait does
-for all."""
-
-_TROUBLE = (RedisError, OSError, TimeoutError, HoldfastError, ServerError)
+"""After a token came, the next wait for other keys begins 10 ms later: by then the woken worker has mostly claimed the
+work and asks for its own key again, so that one wait serves all keys."""
 
 
-class PubSubListener:
-    """One connection that only listens to channels of one server."""
+class PubSubListener(ReconnectingConnection):
+    """One connection that only listens to channels of one server.
 
-    def __init__(self, servers: Servers, hear: Callable[[str, bytes], None], lost: Callable[[], None]) -> None:
+    `on_message` gets the channel and the message. `on_gap` is called after each reconnection: messages may be lost.
+    """
+
+    def __init__(self, servers: Servers, on_message: Callable[[str, bytes], None], on_gap: Callable[[], None]) -> None:
+        super().__init__(servers.name, self._find_and_open)
         self._servers = servers
-        self._hear = hear
-        self._lost = lost
+        self._on_message = on_message
+        self._on_gap = on_gap
         self._channels: Counter[str] = Counter()
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
-        self._transport: asyncio.WriteTransport | None = None
-        self._link: RawConnection | None = None
-        """Kept, because it closes its transport when nobody keeps it."""
+        """Channels whose SUNSUBSCRIBE has no reply yet."""
+        self._was_connected = False
+        self._moved: ServerError | None = None
+        """An error that says that a channel is on another node; None once that node was looked up."""
         self._heard_at = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._checked_at = 0.0
+        self._pinged = False
 
     async def listen(self, channel: str, timeout_s: float) -> None:
-        """Hear a channel from now on: returns when the server has said so."""
+        """Subscribe to a channel: returns when the server has confirmed it."""
         self._channels[channel] += 1
         if channel in self._confirmed and self._confirmed[channel].is_set():
             return
         if channel not in self._confirmed:
             self._confirmed[channel] = asyncio.Event()
-            self._write("SSUBSCRIBE", channel)
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="holdfast ear")
+            if self._raw is not None:
+                self._raw.write(("SSUBSCRIBE", channel))
+        self._ensure_open()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._confirmed[channel].wait()
         except TimeoutError:
             self.leave(channel)
-            raise StorageUnavailable(f"{self._servers.name} could not be listened to: is it up?") from None
+            raise StorageUnavailable(f"{self.name} could not be listened to: is it up?") from None
         except BaseException:
             self.leave(channel)
             raise
@@ -82,238 +72,188 @@ class PubSubListener:
         if self._channels[channel] <= 0:
             del self._channels[channel]
             self._confirmed.pop(channel, None)
-            if self._write("SUNSUBSCRIBE", channel):
+            if self._raw is not None:
+                self._raw.write(("SUNSUBSCRIBE", channel))
                 self._leaving[channel] += 1
 
-    def end(self) -> asyncio.Task[None] | None:
-        """Hear no more. What is returned ends soon."""
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
+    async def _find_and_open(self) -> RawConnection:
+        if self._moved is not None:
+            await self._servers.on_moved(self._moved)
+            self._moved = None
+        return await self._servers.open(next(iter(self._channels), ""))
 
-    def _write(self, *args: Argument) -> bool:
-        """Say something, if there is a connection; else it is said when there is one."""
-        if self._transport is not None:
-            self._transport.write(packed(args))
-        return self._transport is not None
+    def _is_needed(self) -> bool:
+        return bool(self._channels)
 
-    async def _run(self) -> None:
-        pause = BACKOFF_S[0]
-        first = True
-        while True:
-            try:
-                link = await self._servers.link(next(iter(self._channels), "x"))
-                ended: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-                self._begin(link, ended)
-                if not first:
-                    self._lost()
-                first, pause = False, BACKOFF_S[0]
-                await self._watch(ended)
-            except _TROUBLE as error:
-                if isinstance(error, ServerError) and error.code == "MOVED":
-                    await self._find_again(error)
-                log.info("listening to %s broke: %s", self._servers.name, error)
-                await asyncio.sleep(pause * random.uniform(0.5, 1))
-                pause = min(2 * pause, BACKOFF_S[1])
-            finally:
-                self._end()
-
-    def _begin(self, link: RawConnection, ended: asyncio.Future[Exception]) -> None:
-        """Take a connection over, and subscribe to everything on it."""
-        self._transport = link.attach(_feed(self._take, ended))
-        self._link = link
+    def _on_connected(self, raw: RawConnection) -> None:
         for channel in self._channels:
-            self._write("SSUBSCRIBE", channel)
+            raw.write(("SSUBSCRIBE", channel))
+        if self._was_connected:
+            self._on_gap()
+        self._was_connected = True
+        self._watch(QUIET_S, pinged=False)
 
-    def _end(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._transport = None
+    def _on_disconnected(self) -> None:
         self._leaving.clear()
         for event in self._confirmed.values():
             event.clear()
 
-    async def _watch(self, ended: asyncio.Future[Exception]) -> None:
-        """Wait for the end. After a quiet while, ask: a half-open connection says nothing for ever."""
-        loop = asyncio.get_running_loop()
-        while True:
-            asked_at = loop.time()
-            done, _ = await asyncio.wait([ended], timeout=QUIET_S)
-            if not done and self._heard_at < asked_at:
-                self._write("PING")
-                done, _ = await asyncio.wait([ended], timeout=REPLY_S)
-                if not done and self._heard_at < asked_at:
-                    raise LinkError(f"no answer for {REPLY_S:.0f} s")
-            if done:
-                raise ended.result()
+    def _watch(self, seconds: float, pinged: bool) -> None:
+        self._checked_at = self._loop.time()
+        self._pinged = pinged
+        self._check_after(seconds)
 
-    async def _find_again(self, error: ServerError) -> None:
-        try:
-            await self._servers.moved(error)
-        except _TROUBLE:
-            await asyncio.sleep(BACKOFF_S[1])
+    def _check(self) -> None:
+        """After a quiet time, ping: a half-open connection never says anything."""
+        if self._raw is None:
+            return
+        if self._heard_at >= self._checked_at:
+            self._watch(QUIET_S, pinged=False)
+        elif self._pinged:
+            self._break(f"no answer for {REPLY_S:.0f} s")
+        else:
+            self._watch(REPLY_S, pinged=True)
+            self._raw.write(("PING",))
 
-    def _take(self, message: Reply) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
-        if isinstance(message, ServerError):
-            raise message
-        kind, channel, *rest = cast("list[Any]", message)
+    def _on_reply(self, reply: Reply) -> None:
+        self._heard_at = self._loop.time()
+        if isinstance(reply, ServerError):
+            if reply.code == "MOVED":
+                self._moved = reply
+            self._break(str(reply))
+        elif isinstance(reply, list):
+            kind, channel, *rest = cast("Any", reply)
+            self._on_push(kind, (channel or b"").decode(), rest)
+
+    def _on_push(self, kind: bytes, channel: str, rest: list[Any]) -> None:
         if kind == b"smessage":
-            self._hear(channel.decode(), rest[0])
-        elif kind == b"ssubscribe" and channel.decode() in self._confirmed:
-            self._confirmed[channel.decode()].set()
+            self._on_message(channel, rest[0])
+        elif kind == b"ssubscribe" and channel in self._confirmed:
+            self._pause_s = BACKOFF_S[0]
+            self._confirmed[channel].set()
         elif kind == b"sunsubscribe" and channel:
-            name = channel.decode()
-            self._leaving[name] -= 1
-            if self._leaving[name] < 0 and name in self._channels:
-                raise LinkError("the server took a channel away")  # Its slot moves to another node.
+            self._leaving[channel] -= 1
+            if self._leaving[channel] < 0 and channel in self._channels:
+                self._break("the server took a channel away")  # Its slot moves to another node.
 
 
-class WakeTokenListener:
-    """The wake token: at most one a queue, taken by one waiting worker at a time. Blocks on a connection of its own,
-    which never moves a job: a lost token costs one look.
+class WakeTokenListener(ReconnectingConnection):
+    """Waits for wake tokens: a queue has at most one, and one waiting worker takes it. The connection blocks, and never
+    moves a job: a lost token costs one poll.
 
-    Who was rung for knows of work, and needs no other token until it has claimed less than it wanted (`arm`): that one
-    is for somebody else.
+    A worker that was woken knows of work, and needs no other token until it has claimed less than it wanted (`rearm`):
+    until then the next token is for another worker.
     """
 
-    def __init__(self, servers: Servers, ring: Callable[[str], None]) -> None:
+    def __init__(self, servers: Servers, on_wake: Callable[[str], None]) -> None:
+        super().__init__(servers.name, self._open_for_keys)
         self._servers = servers
-        self._ring = ring
+        self._on_wake = on_wake
         self._keys: Counter[str] = Counter()
-        self._rung: dict[str, float] = {}
-        """Keys that are not waited for, because there is work; each with the time when it was told. After a while they
-        are, all the same."""
+        self._recently_woken: dict[str, float] = {}
+        """Keys that are not waited for, because there is work, with the time of their token. After `BLOCK_S` they are
+        waited for again in any case."""
         self._waits_for: Sequence[str] = ()
-        """The keys that the server was asked for; none if it was not."""
+        """The keys of the BLPOP that has no reply yet."""
         self._resting: asyncio.TimerHandle | None = None
-        self._client = 0
-        """The number by which the server knows the connection that blocks."""
-        self._transport: asyncio.WriteTransport | None = None
-        self._asked_at = 0.0
-        self._task: asyncio.Task[None] | None = None
+        self._client_id = 0
+        """The number by which the server knows this connection; 0 until it has answered."""
+        self._sent_at = 0.0
+        """When the command was sent that has no reply yet; 0 if there is none."""
 
     def add(self, key: str) -> None:
         self._keys[key] += 1
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="holdfast bell")
-        elif self._keys[key] == 1:
-            self._renew()
+        self._ensure_open()
+        if self._keys[key] == 1:
+            self._renew_wait()
 
     def remove(self, key: str) -> None:
         self._keys[key] -= 1
         if self._keys[key] <= 0:
             del self._keys[key]
-            self.arm(key)
+            self.rearm(key)
             if key in self._waits_for:
-                self._renew()
+                self._renew_wait()
 
-    def arm(self, key: str) -> None:
-        """Ring again for this key: what its last token told of is taken."""
-        if self._rung.pop(key, None) is not None:
-            self._renew()
+    def rearm(self, key: str) -> None:
+        """Wait for this key again: the work of its last token is claimed."""
+        if self._recently_woken.pop(key, None) is not None:
+            self._renew_wait()
 
     def end(self) -> asyncio.Task[None] | None:
-        """Ring no more. What is returned ends soon."""
-        if self._resting is not None:
-            self._resting.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
+        self._stop_resting()
+        return super().end()
 
-    def _send(self, key: str, *args: Argument) -> None:
-        """Say something to the server on another connection, and do not wait for what it answers."""
-        deadline = asyncio.get_running_loop().time() + BLOCK_S
-        self._servers.wire(key).send(args, deadline, lambda reply: None)
+    async def _open_for_keys(self) -> RawConnection:
+        return await self._servers.open(next(iter(self._keys), ""))
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        pause = BACKOFF_S[0]
-        while True:
-            began = loop.time()
-            try:
-                await self._wait_on(await self._servers.link(next(iter(self._keys), "x")))
-            except _TROUBLE as error:
-                log.info("waiting for work at %s broke: %s", self._servers.name, error)
-            finally:
-                self._end()
-            pause = BACKOFF_S[0] if loop.time() - began > BLOCK_S else min(2 * pause, BACKOFF_S[1])
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
+    def _is_needed(self) -> bool:
+        return bool(self._keys)
 
-    async def _wait_on(self, link: RawConnection) -> None:
-        """Take tokens on this connection, until it is of no more use."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Exception] = loop.create_future()
-        self._transport = link.attach(_feed(self._take, ended))
-        self._asked_at = loop.time()
-        self._transport.write(packed(("CLIENT", "ID")))
-        while not ended.done():
-            await asyncio.wait([ended], timeout=BLOCK_S)
-            if self._asked_at and loop.time() - self._asked_at > BLOCK_S + REPLY_S:
-                raise LinkError(f"no answer for {BLOCK_S + REPLY_S:.0f} s")
-            for key in [key for key, at in self._rung.items() if loop.time() - at > BLOCK_S]:
-                self.arm(key)
-        raise ended.result()
+    def _on_connected(self, raw: RawConnection) -> None:
+        self._sent_at = self._loop.time()
+        raw.write(("CLIENT", "ID"))
+        self._check_after(BLOCK_S)
 
-    def _end(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-        self._transport, self._waits_for, self._client = None, (), 0
+    def _on_disconnected(self) -> None:
+        self._waits_for, self._client_id, self._sent_at = (), 0, 0.0
 
-    def _renew(self) -> None:
-        """Other keys are to be waited for than before."""
+    def _check(self) -> None:
+        now = self._loop.time()
+        if self._sent_at and now - self._sent_at > BLOCK_S + REPLY_S:
+            self._break(f"no answer for {BLOCK_S + REPLY_S:.0f} s")
+        if self._raw is not None:
+            for key in [key for key, at in self._recently_woken.items() if now - at > BLOCK_S]:
+                self.rearm(key)
+            self._check_after(BLOCK_S)
+
+    def _renew_wait(self) -> None:
+        """Wait for other keys than before. A wait that has begun is ended from another connection."""
         if self._waits_for:
-            self._send(self._waits_for[0], "CLIENT", "UNBLOCK", self._client)
+            self._send_elsewhere(self._waits_for[0], "CLIENT", "UNBLOCK", self._client_id)
         else:
             self._wait()
 
+    def _send_elsewhere(self, key: str, *args: Argument) -> None:
+        """Send a command on the connection for commands, and ignore its reply."""
+        self._servers.connection(key).send(args, self._loop.time() + BLOCK_S, lambda reply: None)
+
     def _wait(self) -> None:
+        self._stop_resting()
+        if self._raw is not None and self._client_id and not self._waits_for:
+            self._waits_for = [key for key in self._keys if key not in self._recently_woken]
+            if self._waits_for:
+                self._sent_at = self._loop.time()
+                self._raw.write(("BLPOP", *self._waits_for, str(BLOCK_S)))
+
+    def _stop_resting(self) -> None:
         if self._resting is not None:
             self._resting.cancel()
             self._resting = None
-        if self._transport is not None and self._client and not self._waits_for:
-            self._waits_for = [key for key in self._keys if key not in self._rung]
-            if self._waits_for:
-                self._asked_at = asyncio.get_running_loop().time()
-                self._transport.write(packed(("BLPOP", *self._waits_for, str(BLOCK_S))))
 
-    def _take(self, reply: Reply) -> None:
-        """What the server said: the number of the connection, a token, or that there was none."""
+    def _on_reply(self, reply: Reply) -> None:
+        """Take the connection's number, a token, or that there was none."""
         if isinstance(reply, ServerError):
-            raise reply
-        self._asked_at = 0.0
-        if not self._client:
-            self._client = reply
+            self._break(str(reply))
+            return
+        self._sent_at = 0.0
+        if not self._client_id:
+            self._client_id = reply
+        else:
+            self._pause_s = BACKOFF_S[0]
         self._waits_for = ()
         if isinstance(reply, list):
             key, _ = cast("list[bytes]", reply)
-            self._take_token(key.decode())
+            self._on_token(key.decode())
         if self._resting is None:
             self._wait()
 
-    def _take_token(self, key: str) -> None:
-        """If nobody here wants it any more, it is another's."""
+    def _on_token(self, key: str) -> None:
+        """Wake a worker. If none here waits for the key any more, put the token back for another process."""
         if key not in self._keys:
-            self._send(key, "LPUSH", key, "1")
+            self._send_elsewhere(key, "LPUSH", key, "1")
             return
-        loop = asyncio.get_running_loop()
-        self._ring(key)
-        self._rung[key] = loop.time()
-        if len(self._keys) > len(self._rung):
-            self._resting = loop.call_later(REST_S, self._wait)
-
-
-def _feed(take: Callable[[Reply], None], ended: asyncio.Future[Exception]) -> ReplyParser:
-    """Takes a connection over. `ended` says when and why it is of no more use."""
-
-    def end(error: Exception) -> None:
-        if not ended.done():
-            ended.set_result(error)
-
-    def taking(message: Reply) -> None:
-        try:
-            take(message)
-        except _TROUBLE as error:
-            end(error)
-
-    return ReplyParser(taking, lambda trouble: end(LinkError(trouble)))
+        self._on_wake(key)
+        self._recently_woken[key] = self._loop.time()
+        if len(self._keys) > len(self._recently_woken):
+            self._resting = self._loop.call_later(REST_S, self._wait)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from redis.asyncio.client import Pipeline
-from redis.client import Pipeline as BlockingPipeline
-
 from holdfast.errors import OptionError
 from holdfast.storage.redis.topology import Servers
 
 
 def pipeline_for(transaction: object, servers: Servers) -> Any:
     """The pipeline, if commands to these servers can be put into it."""
+    from redis.asyncio.client import Pipeline
+    from redis.client import Pipeline as BlockingPipeline
+
     if not isinstance(transaction, Pipeline | BlockingPipeline):
         kind = type(transaction)
         raise OptionError(

@@ -10,7 +10,7 @@ from holdfast._core.jobs import FINISHED, State
 from holdfast._core.replies import QueueStats, WorkerFacts, WorkerInfo
 from holdfast.storage.local.views import served_by
 from holdfast.storage.redis.codec import KINDS
-from holdfast.storage.redis.connection import Reply
+from holdfast.storage.redis.raw import Reply
 
 _decode_facts = msgspec.msgpack.Decoder(WorkerFacts).decode
 

@@ -1,109 +1,34 @@
-"""Where the servers are: one of them, a master that sentinels know, or the nodes of a cluster. URLs end here.
-
-redis-py does what it does well: it reads URLs, opens sockets, speaks TLS, authenticates, asks sentinels. Its own
-retries are off: a call may be repeated only by someone who numbers it.
-"""
+"""Which server has which keys: one server, a master that sentinels know, or the nodes of a cluster."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
+from binascii import crc_hqx
 from typing import Any, Protocol, Self, cast
-from urllib.parse import SplitResult, unquote, urlsplit
 
-import hiredis
-from redis.asyncio import Connection, Redis, RedisCluster
-from redis.asyncio.connection import AbstractConnection, SSLConnection, parse_url
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
-from redis.backoff import NoBackoff
-from redis.crc import key_slot
-from redis.exceptions import ConnectionError as LinkError
-from redis.exceptions import RedisError
-
-from holdfast.errors import HoldfastError, OptionError, StorageUnavailable
-from holdfast.storage.redis.connection import (
-    NOTHING,
+from holdfast.errors import HoldfastError, StorageUnavailable
+from holdfast.storage.redis.connection import ServerConnection
+from holdfast.storage.redis.raw import (
     Argument,
+    ConnectOptions,
+    LoginRefused,
+    NodeAddress,
     RawConnection,
     Reply,
-    ServerConnection,
     ServerError,
-    new_reader,
-    packed,
+    open_connection,
 )
 from holdfast.storage.redis.script import Library
 
-CONNECT_S = 5.0
-"""How long one attempt to connect may take, name look-up and handshake included."""
-SENTINEL_PORT = 26379
+SENTINEL_S = 1.0
+"""How long one sentinel may take to answer, before the next one is asked."""
 REFRESH_S = 0.05
 """A cluster's map is not asked for again within this time."""
-OURS = ("timeout", "eviction")
-"""Options of a URL that are Holdfast's own; all others are redis-py's."""
-
-
-class _TakeoverMixin:
-    """What a redis-py connection lacks for our use: to write without waiting, to read whatever comes next, and to be
-    taken over once it is open."""
-
-    _writer: asyncio.StreamWriter
-    _reader: asyncio.StreamReader
-    _taken: asyncio.StreamWriter
-    _replies: hiredis.Reader | None = None
-
-    def write(self, *args: Argument) -> None:
-        self._writer.write(packed(args))
-
-    async def read(self) -> Reply:
-        if self._replies is None:
-            self._replies = new_reader()
-        while (reply := self._replies.gets()) is NOTHING:
-            data = await self._reader.read(65536)
-            if not data:
-                raise LinkError("the connection was closed")
-            self._replies.feed(data)
-        return reply
-
-    def attach(self, protocol: asyncio.Protocol) -> asyncio.WriteTransport:
-        self._taken = self._writer  # To keep it: it closes its transport when nobody does.
-        self._writer = self._reader = None  # type: ignore[assignment] # pyright: ignore
-        transport = self._taken.transport
-        transport.set_protocol(protocol)
-        return transport
-
-
-def _link(kind: type[AbstractConnection], options: dict[str, Any]) -> RawConnection:
-    """A connection of redis-py, not open yet: replies undecoded, no retries, no read time-outs of its own."""
-    ours: dict[str, Any] = {
-        "retry": Retry(NoBackoff(), 0),
-        "retry_on_timeout": False,
-        "retry_on_error": [],
-        "socket_timeout": None,
-        "socket_connect_timeout": CONNECT_S,
-        "socket_keepalive": True,
-        "health_check_interval": 0,
-        "decode_responses": False,
-        "protocol": 2,
-    }
-    if not issubclass(kind, Connection):
-        del ours["socket_keepalive"]
-    line = type("Line", (_TakeoverMixin, kind), {})
-    return cast(RawConnection, line(**{**options, **ours}))
-
-
-async def _opened(link: RawConnection) -> RawConnection:
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            await link.connect()
-    except BaseException:
-        await link.disconnect(nowait=True)
-        raise
-    return link
+SLOTS = 16_384
 
 
 class NodeLeft(HoldfastError):
-    """A node of a cluster has left the map while something waited for it."""
+    """A node has left the cluster while a command waited for it."""
 
 
 class Servers(Protocol):
@@ -114,186 +39,221 @@ class Servers(Protocol):
     database: int
 
     def clone(self) -> Self:
-        """The same servers for another event loop: nothing that belongs to a loop is shared."""
+        """The same servers for another event loop. The two share no connection."""
         ...
 
-    def wire(self, key: str) -> ServerConnection:
-        """The connection to whoever has this key."""
+    def connection(self, key: str) -> ServerConnection:
+        """The connection for commands to the server that has this key."""
         ...
 
-    async def link(self, key: str) -> RawConnection:
-        """A new connection of its own to whoever has this key."""
+    async def open(self, key: str) -> RawConnection:
+        """A new connection to the server that has this key."""
         ...
 
-    def place(self, key: str) -> object:
-        """Which server that is: the same for all keys that it has."""
+    def node_of(self, key: str) -> object:
+        """Identifies the server that has this key."""
         ...
 
-    async def moved(self, error: Exception) -> None:
-        """A key is not where it was thought to be."""
+    async def on_moved(self, error: Exception) -> None:
+        """Find out where keys are, after an error said that one has moved."""
         ...
 
     async def close(self) -> None: ...
 
 
+async def ask_once(options: ConnectOptions, *args: Argument) -> Reply:
+    """The reply to one command, on a connection that is closed afterwards."""
+    raw = await open_connection(options)
+    try:
+        raw.write(args)
+        async with asyncio.timeout(options.connect_timeout_s):
+            reply = await raw.read()
+    finally:
+        raw.abort()
+    if isinstance(reply, ServerError):
+        raise reply
+    return reply
+
+
+class Sentinels:
+    """Servers that know which server is the master of a service."""
+
+    def __init__(self, service: str, nodes: list[ConnectOptions]) -> None:
+        self.service = service
+        self.nodes = nodes
+
+    async def find_master(self) -> NodeAddress:
+        """Ask one sentinel after the other. The one that answers is asked first the next time."""
+        trouble = "no sentinel is known"
+        for options in list(self.nodes):
+            try:
+                async with asyncio.timeout(SENTINEL_S):
+                    reply = await ask_once(options, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
+            except (OSError, ServerError, LoginRefused) as error:
+                trouble = f"{options.place}: {type(error).__name__} {error}".rstrip()
+                continue
+            if reply is not None:
+                self.nodes = [options, *(other for other in self.nodes if other is not options)]
+                return reply[0].decode(), int(reply[1])
+            trouble = f"{options.place} does not know it"
+        raise ConnectionError(f"no sentinel named the master of {self.service!r} ({trouble})")
+
+
 class OneServer:
-    """A server, or the master that sentinels name: looked up whenever a connection is made."""
+    """A server, or the master that sentinels name: they are asked whenever a connection is opened."""
 
     clustered = False
 
-    def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], keeper: object = None):
+    def __init__(self, name: str, options: ConnectOptions, sentinels: Sentinels | None = None) -> None:
         self.name = name
-        self.database = int(options.get("db") or 0)
-        self._kind = kind
+        self.database = options.database
         self._options = options
-        self._keeper = keeper
-        """What must live for as long as we do: a sentinel's pool, which its connections know only weakly."""
-        self.owned: list[Redis] = []
-        """Clients that were made on the way, to be closed with us."""
-        self._wire: ServerConnection | None = None
+        self._sentinels = sentinels
+        self._connection: ServerConnection | None = None
 
     def clone(self) -> OneServer:
-        if isinstance(self._keeper, Redis) and isinstance(self._keeper.connection_pool, SentinelConnectionPool):
-            return _of_sentinels(self._keeper.connection_pool, self.name)
-        return OneServer(self.name, self._kind, self._options)
+        known = self._sentinels
+        return OneServer(self.name, self._options, known and Sentinels(known.service, known.nodes))
 
-    def wire(self, key: str) -> ServerConnection:
-        if self._wire is None:
-            self._wire = ServerConnection(self.name, lambda: self.link(key))
-        return self._wire
+    def connection(self, key: str) -> ServerConnection:
+        if self._connection is None:
+            self._connection = ServerConnection(self.name, lambda: self.open(key))
+        return self._connection
 
-    async def link(self, key: str) -> RawConnection:
-        return await _opened(_link(self._kind, self._options))
+    async def open(self, key: str) -> RawConnection:
+        options = self._options
+        if self._sentinels is not None:
+            options = options.at(await self._sentinels.find_master())
+        return await open_connection(options)
 
-    def place(self, key: str) -> object:
+    def node_of(self, key: str) -> object:
         return None
 
-    async def moved(self, error: Exception) -> None:
+    async def on_moved(self, error: Exception) -> None:
         raise StorageUnavailable(f"{self.name} is part of a cluster ({error}): use redis+cluster://")
 
     async def close(self) -> None:
-        if self._wire is not None:
-            await self._wire.close()
-            self._wire = None
-        for client in self.owned:
-            await client.aclose()
-
-
-NodeAddress = tuple[str, int]
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None  # Only now: calls that fail by this send the next, which must fail as well.
 
 
 class ClusterServers:
-    """The nodes of a cluster, one connection each, and which has which slots."""
+    """The nodes of a cluster, one connection each, and which node has which slots."""
 
     clustered = True
     database = 0
 
-    def __init__(self, name: str, kind: type[AbstractConnection], options: dict[str, Any], seeds: list[NodeAddress]):
+    def __init__(self, name: str, options: ConnectOptions, seeds: list[NodeAddress]) -> None:
         self.name = name
-        self._kind = kind
         self._options = options
         self._seeds = seeds
         self._slots: list[tuple[int, int, NodeAddress]] = []
-        self._wires: dict[NodeAddress, ServerConnection] = {}
-        self._refreshing: asyncio.Future[None] | None = None
+        self._connections: dict[NodeAddress, ServerConnection] = {}
+        self._refreshing: asyncio.Task[None] | None = None
         self._refreshed_at = 0.0
 
     def clone(self) -> ClusterServers:
-        return ClusterServers(self.name, self._kind, self._options, self._seeds)
+        return ClusterServers(self.name, self._options, self._seeds)
 
-    def wire(self, key: str) -> ServerConnection:
-        return self._wire_to(self._address(key))
+    def connection(self, key: str) -> ServerConnection:
+        return self._connection_to(self._address(key))
 
-    async def link(self, key: str) -> RawConnection:
+    async def open(self, key: str) -> RawConnection:
         if not self._slots:
             await self._refresh()
-        return await self._link_to(self._address(key))
+        return await open_connection(self._options.at(self._address(key)))
 
-    def place(self, key: str) -> object:
+    def node_of(self, key: str) -> object:
         return self._address(key)
 
-    async def ask(
+    async def call_importing(
         self, address: NodeAddress, args: tuple[Argument, ...], deadline: float, library: Library | None
     ) -> Reply:
         """Send a command to the node that a slot is being moved to."""
-        wire = self._wire_to(address)
+        connection = self._connection_to(address)
         if library is not None:
-            await asyncio.gather(wire.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
-        asking = wire.call(("ASKING",), deadline)
-        reply = await wire.call(args, deadline)
+            await asyncio.gather(connection.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
+        asking = connection.call(("ASKING",), deadline)
+        reply = await connection.call(args, deadline)
         await asking
         return reply
 
-    async def moved(self, error: Exception) -> None:
-        """Ask for the map again, however many callers find out at once."""
+    async def on_moved(self, error: Exception) -> None:
+        """Ask for the map once, however many callers find out at the same time."""
         loop = asyncio.get_running_loop()
         if loop.time() - self._refreshed_at < REFRESH_S:
             await asyncio.sleep(REFRESH_S)
         if self._refreshing is None:
-            self._refreshing = asyncio.ensure_future(self._refresh())
-            self._refreshing.add_done_callback(lambda _: setattr(self, "_refreshing", None))
+            self._refreshing = loop.create_task(self._refresh(), name=f"holdfast slots {self.name}")
+            self._refreshing.add_done_callback(self._on_refreshed)
         await asyncio.shield(self._refreshing)
 
     async def close(self) -> None:
+        connections, self._connections = self._connections, {}
+        ending = [self._refreshing, *(connection.end() for connection in connections.values())]
         if self._refreshing is not None:
             self._refreshing.cancel()
-        wires, self._wires = self._wires, {}
-        for wire in wires.values():
-            await wire.close()
+        await asyncio.gather(*(task for task in ending if task is not None), return_exceptions=True)
 
     def _address(self, key: str) -> NodeAddress:
-        slot = key_slot(key.encode())
+        slot = slot_of(key)
         for first, last, address in self._slots:
             if first <= slot <= last:
                 return address
         return self._seeds[0]
 
-    def _wire_to(self, address: NodeAddress) -> ServerConnection:
-        if address not in self._wires:
-            self._wires[address] = ServerConnection(f"{address[0]}:{address[1]}", lambda: self._link_or_gone(address))
-        return self._wires[address]
+    def _connection_to(self, address: NodeAddress) -> ServerConnection:
+        if address not in self._connections:
+            self._connections[address] = ServerConnection(
+                f"{address[0]}:{address[1]}", lambda: self._open_or_find_out(address)
+            )
+        return self._connections[address]
 
-    async def _link_or_gone(self, address: NodeAddress) -> RawConnection:
-        """A link to a node; if there is none to be had, see whether another has taken its place."""
+    async def _open_or_find_out(self, address: NodeAddress) -> RawConnection:
+        """Connect to a node. If that fails, see whether another node has replaced it."""
         try:
-            return await self._link_to(address)
-        except (RedisError, OSError, TimeoutError):
+            return await open_connection(self._options.at(address))
+        except (OSError, ServerError):
             await self._refresh()
             if address not in {known for *_, known in self._slots}:
-                raise NodeLeft(f"{address[0]}:{address[1]} is no node of the cluster any more") from None
+                raise NodeLeft(f"{address[0]}:{address[1]} is not a node of the cluster any more") from None
             raise
 
-    async def _link_to(self, address: NodeAddress) -> RawConnection:
-        return await _opened(_link(self._kind, {**self._options, "host": address[0], "port": address[1]}))
-
     async def _refresh(self) -> None:
-        """Ask any node that answers, those we know and those we were told of, for the map."""
+        """Ask known nodes and then the seeds for the map, until one answers."""
         trouble = "no node is known"
         for address in dict.fromkeys([*(address for *_, address in self._slots), *self._seeds]):
             try:
-                link = await self._link_to(address)
-                try:
-                    link.write("CLUSTER", "SLOTS")
-                    async with asyncio.timeout(CONNECT_S):
-                        reply: Any = await link.read()
-                finally:
-                    await link.disconnect(nowait=True)
-            except (RedisError, OSError, TimeoutError) as error:
+                reply = await ask_once(self._options.at(address), "CLUSTER", "SLOTS")
+            except (OSError, ServerError, LoginRefused) as error:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
             if isinstance(reply, list) and reply:
-                self._slots = _slots(cast("Any", reply), address)
+                self._slots = _read_slots(cast("Any", reply), address)
                 self._refreshed_at = asyncio.get_running_loop().time()
                 return
             trouble = f"{address[0]}:{address[1]} answered {reply!r:.100}"
-        raise LinkError(f"no node of {self.name} told where the slots are ({trouble})")
+        raise ConnectionError(f"no node of {self.name} answered where the slots are ({trouble})")
+
+    def _on_refreshed(self, task: asyncio.Task[None]) -> None:
+        self._refreshing = None
+        if not task.cancelled():
+            task.exception()  # Callers that wait get it; if all were cancelled, it is not reported as lost.
 
 
-def _slots(reply: list[Any], asked: NodeAddress) -> list[tuple[int, int, NodeAddress]]:
-    """The ranges of CLUSTER SLOTS and their masters. A node that does not know its own name is the one asked."""
+def slot_of(key: str) -> int:
+    """The slot of a key, or of its part between the first braces, if that is not empty."""
+    _, brace, rest = key.partition("{")
+    tag, end, _ = rest.partition("}")
+    return crc_hqx((tag if brace and end and tag else key).encode(), 0) % SLOTS
+
+
+def _read_slots(reply: list[Any], asked: NodeAddress) -> list[tuple[int, int, NodeAddress]]:
+    """The ranges of CLUSTER SLOTS and their masters. A master without a name is the node that was asked."""
     slots: list[tuple[int, int, NodeAddress]] = []
     for first, last, master, *_ in reply:
-        host = master[0].decode() if master[0] else asked[0]
+        host = master[0].decode() if master[0] else ""
         slots.append((first, last, (host or asked[0], master[1])))
     return slots
 
@@ -302,108 +262,3 @@ def address_in(error: ServerError) -> NodeAddress:
     """The node that an ASK or MOVED names."""
     host, _, port = str(error).rsplit(" ", 1)[-1].rpartition(":")
     return host, int(port)
-
-
-def find(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
-    """The servers that a URL names, and what it says to Holdfast itself. `shown` is the URL as errors may show it."""
-    try:
-        parts = urlsplit(url)
-        return _find(parts, shown)
-    except OptionError:
-        raise
-    except TypeError as error:
-        raise OptionError(f"{shown!r:.120} has an option that redis-py does not know: {error}") from None
-    except (ValueError, RedisError) as error:
-        raise OptionError(f"{shown!r:.120} is not a URL of a server: {error}") from None
-
-
-def _find(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
-    scheme, netloc, path = parts.scheme, parts.netloc, parts.path
-    credentials, at, hosts = netloc.rpartition("@")
-    several = scheme in ("redis+sentinel", "redis+cluster")
-    if "," in hosts and not several:
-        raise OptionError(f"{shown!r:.120} names several hosts: use redis+sentinel:// or redis+cluster://")
-    addresses = [_address(host, SENTINEL_PORT if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
-    service = ""
-    if scheme == "redis+sentinel":
-        service, _, path = path.strip("/").partition("/")
-        if not service:
-            raise OptionError(f"{shown!r:.120} names no master: write redis+sentinel://host:26379/SERVICE/0")
-    database = path.strip("/")
-    if database and not database.isdigit():
-        raise OptionError(f"{shown!r:.120} has a database that is no number: {database!r:.40}")
-    plain = "rediss" if scheme in ("rediss", "valkeys") else "redis"
-    options: dict[str, Any] = dict(parse_url(f"{plain}://{credentials}{at}host/{database}?{parts.query}"))
-    options["host"], options["port"] = addresses[0]
-    ours = {name: str(options.pop(name)) for name in OURS if name in options}
-    kind = cast("type[AbstractConnection]", options.pop("connection_class", Connection))
-    if options.pop("ssl", "") in ("1", "true", "True"):
-        kind = SSLConnection
-    known = {name: value for name, value in options.items() if not (service and name.startswith("sentinel_"))}
-    _link(kind, known)  # Raises for an option that redis-py does not know.
-    if scheme == "redis+cluster":
-        if options.pop("db", 0):
-            raise OptionError(f"{shown!r:.120}: a cluster has only database 0")
-        return ClusterServers(shown, kind, options, addresses), ours
-    if service:
-        return _behind_sentinels(shown, service, addresses, kind, options), ours
-    return OneServer(shown, kind, options), ours
-
-
-def _address(text: str, port: int) -> NodeAddress:
-    parts = urlsplit(f"//{text}")
-    return unquote(parts.hostname or "localhost"), parts.port or port
-
-
-def _behind_sentinels(
-    shown: str, service: str, addresses: list[NodeAddress], kind: type[AbstractConnection], options: dict[str, Any]
-) -> OneServer:
-    asking = {"socket_connect_timeout": CONNECT_S, "socket_timeout": CONNECT_S}
-    credentials = {name: options[name] for name in ("sentinel_username", "sentinel_password") if name in options}
-    for name in ("host", "port", *credentials):
-        options.pop(name, None)
-    asking |= {name.removeprefix("sentinel_"): value for name, value in credentials.items()}
-    sentinel = Sentinel(addresses, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]
-    client: Redis = sentinel.master_for(service, ssl=issubclass(kind, SSLConnection), **options)  # pyright: ignore
-    server = of_client(client, shown)
-    server.owned = [*sentinel.sentinels, client]
-    return server
-
-
-def _of_sentinels(pool: Any, shown: str) -> OneServer:
-    """The master that a `SentinelConnectionPool` is for, with clients of our own for it and for its sentinels."""
-    manager: Any = copy.copy(pool.sentinel_manager)
-    addresses = [sentinel.connection_pool.connection_kwargs for sentinel in manager.sentinels]
-    manager.sentinels = [Redis(host=at["host"], port=at["port"], **manager.sentinel_kwargs) for at in addresses]
-    settings = _settings(pool.connection_kwargs)
-    del settings["connection_pool"]
-    client: Redis = manager.master_for(pool.service_name, connection_class=pool.connection_class, **settings)
-    server = of_client(client, shown)
-    server.owned = [*manager.sentinels, client]
-    return server
-
-
-def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a client's connections, without what ties them to that client and its loop. All of that is for
-    the newer protocol, which is not spoken here."""
-    return {name: v for name, v in options.items() if name != "himport_registry" and "maint_notifications" not in name}
-
-
-def of_client(client: object, shown: str = "") -> OneServer:
-    """The server of a redis-py client that somebody has already: connections like its own, but ours."""
-    if not isinstance(client, Redis):
-        raise OptionError(f"a client is a redis.asyncio.Redis or RedisCluster, not {type(client).__module__}")
-    pool = client.connection_pool
-    options = _settings(pool.connection_kwargs)
-    if not shown:
-        shown = f"{options.get('host', options.get('path', 'redis'))}:{options.get('port', '')}"
-    return OneServer(shown, pool.connection_class, options, keeper=client)
-
-
-def of_cluster(client: object) -> ClusterServers:
-    """The cluster of a redis-py client that somebody has already."""
-    assert isinstance(client, RedisCluster)
-    nodes = list(client.nodes_manager.startup_nodes.values())
-    options = _settings(nodes[0].connection_kwargs)
-    seeds = [(str(node.host), int(node.port)) for node in nodes]
-    return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", nodes[0].connection_class, options, seeds)

@@ -29,6 +29,7 @@ from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import in_caller_transaction
 from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, is_busy, translate_sqlite_error
 from holdfast.storage.local.sqlite.table import SqliteTable
+from holdfast.storage.subscriptions import RemoteSubscription
 
 LAYOUT = 1
 """The version of schema.sql. A file with a higher one is refused."""
@@ -153,7 +154,7 @@ class SqliteStorage(LocalStorage):
         return [*replies]
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return _FileSubscription(self, super()._subscribe(topics), topics)
+        return RemoteSubscription(super()._subscribe(topics), lambda: self.listen(topics))
 
     async def listen(self, topics: Sequence[Topic]) -> None:
         """Register for hints from other processes. A topic stays registered until the storage is closed."""
@@ -229,32 +230,6 @@ class SqliteStorage(LocalStorage):
             db.close()
             raise
         return db
-
-
-class _FileSubscription:
-    """A subscription that also receives the events of other processes."""
-
-    def __init__(
-        self,
-        storage: SqliteStorage,
-        inner: AbstractAsyncContextManager[Events],
-        topics: Sequence[Topic],
-    ) -> None:
-        self._storage = storage
-        self._inner = inner
-        self._topics = topics
-
-    async def __aenter__(self) -> Events:
-        events = await self._inner.__aenter__()
-        try:
-            await self._storage.listen(self._topics)
-        except BaseException:
-            await self._inner.__aexit__(None, None, None)
-            raise
-        return events
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.__aexit__(None, None, None)
 
 
 def _quick_check(path: Path) -> str | None:

@@ -13,9 +13,10 @@ from holdfast._client.waiters import wait
 from holdfast._core.events import Event, EventKind, Topic
 from holdfast._core.jobs import Outcome, Request, State, Update, Work
 from holdfast.errors import JobCancelled
+from holdfast.storage import connect
 from holdfast.storage.redis import notify
 from tests.proxy import Proxy
-from tests.redis.conftest import key, opened, until, words_of
+from tests.redis.conftest import key, namespace_of, opened, until, words_of
 from tests.servers import Server
 from tests.storage.stage import Stage
 
@@ -37,7 +38,7 @@ def only_notices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def patient_bell(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who wait for the token stand in one line, in which nobody steps back to the end by himself."""
     monkeypatch.setattr(notify, "BLOCK_S", 30.0)
 
@@ -56,7 +57,7 @@ async def waiting(proxy: Proxy, stage: Stage, id: str = "a", generation: int = 0
     return task
 
 
-async def told(task: asyncio.Task[Outcome]) -> Outcome:
+async def answer_of(task: asyncio.Task[Outcome]) -> Outcome:
     async with asyncio.timeout(5):
         return await task
 
@@ -70,7 +71,7 @@ async def test_a_waiter_is_answered_by_the_notice_alone(proxy: Proxy, stage: Sta
     waiter = await waiting(proxy, stage)
     job, before = await other.claim_one(), looks(proxy)
     await other.complete(job, b"result")
-    outcome = await told(waiter)
+    outcome = await answer_of(waiter)
     assert looks(proxy) == before
     assert (outcome.state, outcome.result) == (State.COMPLETED, b"result")
     assert outcome == (await other.the("a")).outcome
@@ -83,10 +84,10 @@ async def test_a_notice_tells_of_failures_and_cancels_too(proxy: Proxy, stage: S
     failing, cancelling = await waiting(proxy, stage, "a"), await waiting(proxy, stage, "b")
     before = looks(proxy)
     await other.fail(await other.claim_one(), b"why")
-    assert (await told(failing)).error == b"why"
+    assert (await answer_of(failing)).error == b"why"
     await other.cancel("b")
     with pytest.raises(JobCancelled):
-        await told(cancelling)
+        await answer_of(cancelling)
     assert looks(proxy) == before
 
 
@@ -97,10 +98,10 @@ async def test_a_waiter_is_not_answered_with_another_generation(proxy: Proxy, st
     following = await other.enqueue("a", b"2", update=Update())
     first, second = await waiting(proxy, stage), await waiting(proxy, stage, "a", following.generation)
     await other.complete(job, b"of the first")
-    assert (await told(first)).result == b"of the first"
+    assert (await answer_of(first)).result == b"of the first"
     assert not second.done()
     await other.complete(await other.claim_one(), b"of the second")
-    outcome = await told(second)
+    outcome = await answer_of(second)
     assert (outcome.generation, outcome.result) == (following.generation, b"of the second")
 
 
@@ -110,7 +111,7 @@ async def test_a_large_result_is_fetched_at_the_notice(proxy: Proxy, stage: Stag
     waiter = await waiting(proxy, stage)
     job, before = await other.claim_one(), looks(proxy)
     await other.complete(job, LARGE)
-    assert (await told(waiter)).result == LARGE
+    assert (await answer_of(waiter)).result == LARGE
     assert looks(proxy) == before + 1
 
 
@@ -127,7 +128,7 @@ async def test_however_many_clients_wait_all_are_told(
             for _ in range(clients)
         ]
         await other.complete(await other.claim_one(), result)
-        assert [(await told(task)).result for task in tasks] == [result] * clients
+        assert [(await answer_of(task)).result for task in tasks] == [result] * clients
 
 
 @pytest.mark.usefixtures("only_notices")
@@ -139,7 +140,7 @@ async def test_a_waiter_that_leaves_does_not_silence_another(proxy: Proxy, stage
             leaving.cancel()
         await asyncio.wait([waiters[0], waiters[2]])
         await other.complete(await other.claim_one(), b"result")
-        assert [(await told(waiter)).result for waiter in (waiters[1], waiters[3])] == [b"result"] * 2
+        assert [(await answer_of(waiter)).result for waiter in (waiters[1], waiters[3])] == [b"result"] * 2
 
 
 @pytest.mark.usefixtures("only_notices")
@@ -151,7 +152,7 @@ async def test_a_storage_that_stops_waiting_does_not_silence_another(proxy: Prox
         leaving.cancel()
         await asyncio.wait([leaving])
     await other.complete(await other.claim_one(), b"result")
-    assert (await told(waiter)).result == b"result"
+    assert (await answer_of(waiter)).result == b"result"
 
 
 # A listener that is cut off
@@ -165,7 +166,7 @@ async def test_a_waiter_whose_listening_connection_is_cut_is_answered_all_the_sa
         waiter = await waiting(proxy, stage, id)
         proxy.cut_all()
         await other.complete(await other.claim_one(), id.encode())
-        assert (await told(waiter)).result == id.encode()
+        assert (await answer_of(waiter)).result == id.encode()
 
 
 async def heard_of(events: AsyncIterator[Event], id: str) -> Event:
@@ -218,13 +219,13 @@ async def test_a_waiter_that_was_cut_off_looks_as_soon_as_it_listens_again(
     proxy.cut_all()
     await other.complete(await other.claim_one(), b"missed")
     proxy.refuse = False
-    assert (await told(waiter)).result == b"missed"
+    assert (await answer_of(waiter)).result == b"missed"
 
 
 # The wake token
 
 
-async def rung(events: AsyncIterator[Event]) -> None:
+async def next_wake(events: AsyncIterator[Event]) -> None:
     async with asyncio.timeout(5):
         await anext(events)
 
@@ -244,7 +245,7 @@ async def test_a_queue_has_at_most_one_token(server: Server, clone: Stage) -> No
     assert server.command("LLEN", key(clone, "wake")) == 1
 
 
-@pytest.mark.usefixtures("patient_bell")
+@pytest.mark.usefixtures("patient_listener")
 async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_the_other(
     server: Server, clone: Stage
 ) -> None:
@@ -253,7 +254,7 @@ async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_t
         async with clone.storage.subscribe(topic) as events, second.storage.subscribe(topic) as other_events:
             await listening(server, 2)
             await producer.storage.enqueue("q", [Request("a", Work(b"")), Request("b", Work(b""))])
-            calls = [asyncio.create_task(rung(each)) for each in (events, other_events)]
+            calls = [asyncio.create_task(next_wake(each)) for each in (events, other_events)]
             await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             await listening(server, 1)  # Whoever was woken knows of work: other tokens are not for it.
             assert [call.done() for call in calls].count(True) == 1
@@ -271,7 +272,7 @@ async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_t
 async def test_a_token_that_lies_there_wakes_whoever_comes(server: Server, clone: Stage) -> None:
     await clone.enqueue("a")
     async with clone.storage.subscribe(Topic("q", "wake")) as events:
-        await rung(events)
+        await next_wake(events)
     assert server.command("LLEN", key(clone, "wake")) == 0
 
 
@@ -279,11 +280,11 @@ async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, st
     async with stage.storage.subscribe(Topic("q", "wake")) as events:
         for n in range(3):
             await other.enqueue(f"{n}")
-            await rung(events)
+            await next_wake(events)
             proxy.cut_all()
 
 
-@pytest.mark.usefixtures("patient_bell")
+@pytest.mark.usefixtures("patient_listener")
 async def test_who_has_left_takes_no_token_from_who_listens(server: Server, clone: Stage) -> None:
     topic = Topic("q", "wake")
     async with opened(server.url, like=clone) as leaving, opened(server.url, like=clone) as producer:
@@ -304,8 +305,17 @@ async def test_a_second_queue_is_listened_to_beside_the_first(server: Server, cl
             await listening(server, 1)
             async with clone.storage.subscribe(Topic("q2", "wake")) as events2:
                 await producer.storage.enqueue("q2", [Request("a", Work(b""))])
-                await rung(events2)
+                await next_wake(events2)
                 await producer.enqueue("a")
-                await rung(events)
+                await next_wake(events)
             await producer.enqueue("b")
-            await rung(events)
+            await next_wake(events)
+
+
+async def test_a_storage_that_is_opened_again_is_woken_again(server: Server, clone: Stage) -> None:
+    storage = connect(server.url, clock=clone.clock, namespace=namespace_of(clone))
+    for id in "ab":
+        async with storage, storage.subscribe(Topic("q", "wake")) as events:
+            await clone.enqueue(id)
+            await next_wake(events)
+            await clone.claim(1)
