@@ -14,7 +14,7 @@ import secrets
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -41,7 +41,6 @@ from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
 from holdfast.storage.local.views import as_read, listed, read_cursor, write_cursor
-from holdfast.storage.redis import topology as places
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import (
