@@ -15,9 +15,9 @@ from holdfast.storage.redis import codec as form
 from holdfast.storage.redis.audit import INDEXES
 from tests import servers
 
-LEDGER = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
+META = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
 TOTALS = struct.Struct(f"<Bqqq BBH q qq {len(form.KINDS)}q")
-"""A ledger up to its totals: the format is at the head of queue.lua. What follows is left as it is."""
+"""The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is left as it is."""
 
 Member = tuple[str, bytes, float]
 """An entry of an index: the index, the member, its score."""
@@ -139,21 +139,21 @@ class RedisSaboteur:
     def garble(self, id: str) -> None:
         self.overwrite(id, self.raw(id)[:7])
 
-    # The ledger
+    # The metadata
 
-    def read_ledger(self) -> dict[str, Any]:
-        packed = self.command("GET", self.key + ":ledger")
+    def read_meta(self) -> dict[str, Any]:
+        packed = self.command("GET", self.key + ":meta")
         assert isinstance(packed, bytes)
         numbers = TOTALS.unpack_from(packed)
-        fields: dict[str, Any] = dict(zip(LEDGER, numbers, strict=False))
-        return {**fields, "totals": numbers[len(LEDGER) :], "rest": packed[TOTALS.size :]}
+        fields: dict[str, Any] = dict(zip(META, numbers, strict=False))
+        return {**fields, "totals": numbers[len(META) :], "rest": packed[TOTALS.size :]}
 
-    def write_ledger(self, fields: dict[str, Any]) -> None:
-        packed = TOTALS.pack(*(fields[name] for name in LEDGER), *fields["totals"])
-        self.command("SET", self.key + ":ledger", packed + fields["rest"])
+    def write_meta(self, fields: dict[str, Any]) -> None:
+        packed = TOTALS.pack(*(fields[name] for name in META), *fields["totals"])
+        self.command("SET", self.key + ":meta", packed + fields["rest"])
 
     def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
-        fields = self.read_ledger()
+        fields = self.read_meta()
         shown = {
             "counts": {name: fields[name] for name in self.counts},
             "totals": dict(zip(form.KINDS, fields["totals"], strict=True)),
@@ -162,11 +162,11 @@ class RedisSaboteur:
         assert shown["counts"].keys() <= self.counts, "the ledger has no such count"
         fields |= shown["counts"]
         fields["totals"] = [shown["totals"][kind] for kind in form.KINDS]
-        self.write_ledger(fields)
+        self.write_meta(fields)
 
 
 def encode(job: Job) -> tuple[bytes, bytes | None]:
-    """A record and its run, as queue.lua writes them: without waiters, and never in the short form."""
+    """A record and its run, as record.lua writes them: without waiters, and never in the short form."""
     previous = b"" if job.previous is None else encode_outcome(job.previous)
     flags = form.MARK | form.LONG | (form.FLAG_CUSTOM_ID if job.custom_id else 0)
     keep = 0 if job.keep_ms is None else job.keep_ms + 1

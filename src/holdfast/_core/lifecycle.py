@@ -2,7 +2,7 @@
 
 `TRANSITIONS` is the whole life as data; docs/machine.md is drawn from it and a test holds every function to it.
 A function takes the record as it is (None: there is none) and returns a `Step`: the record as it shall be, and what
-that means in the words of `EventKind`. Memory and SQLite run these functions; queue.lua mirrors them name for name.
+that means in the words of `EventKind`. Memory and SQLite run these functions; lifecycle.lua mirrors them name for name.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from holdfast._core.jobs import (
     WorkerCommands,
     WorkerFacts,
 )
-from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.checked import CheckedStorage
 from holdfast.storage.local.reading import as_read, listed, read_cursor, write_cursor
@@ -67,7 +67,7 @@ from holdfast.storage.redis.connection import Argument, Reply
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
 from holdfast.storage.redis.pipelines import pipeline_for
-from holdfast.storage.redis.script import LAYOUT
+from holdfast.storage.redis.script import LAYOUT, layout_error
 from holdfast.storage.redis.stats import queue_stats, worker_stats
 from holdfast.storage.redis.topology import Servers
 from holdfast.storage.subscriptions import Subscription
@@ -228,11 +228,8 @@ class RedisStorage(CheckedStorage):
 
     async def _check_layout(self) -> None:
         found: bytes = await self._calls.read(self._name(), "layout", LAYOUT)
-        if not found.isdigit() or int(found) > LAYOUT:
-            raise LayoutTooNew(
-                f"namespace {self.namespace} of {self._servers.name} has layout {found.decode(errors='replace')!r:.20},"
-                f" this Holdfast reads up to {LAYOUT}: upgrade it here, or use another namespace"
-            )
+        if found != str(LAYOUT).encode():
+            raise layout_error(f"namespace {self.namespace} of {self._servers.name}", found.decode(errors="replace"))
 
     def _name(self) -> str:
         """The key of what the whole namespace shares."""
@@ -291,7 +288,7 @@ class RedisStorage(CheckedStorage):
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
         pipeline = pipeline_for(transaction, self._servers)
         items = [arg for request in jobs for arg in request_args(request)]
-        pipeline.execute_command(*self._calls.enqueue_alone(self._key(queue), self._name(), queue, items))
+        pipeline.execute_command(*self._calls.enqueue_in_multi(self._key(queue), self._name(), queue, items))
         return [None] * len(jobs)
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
@@ -320,7 +317,7 @@ class RedisStorage(CheckedStorage):
             except UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
-            await self._calls.ask(self._key(queue), "mend", tuple(garbled))
+            await self._calls.ask(self._key(queue), "repair", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:

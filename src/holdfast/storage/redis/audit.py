@@ -73,7 +73,7 @@ class Audit:
             checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
             scans = not at_end
         if mends and not dry_run:
-            await self._calls.ask(self._key, "mend", tuple(mends))
+            await self._calls.ask(self._key, "repair", tuple(mends))
         at.found += len(problems)
         if scans or not at_end:
             return Repaired(problems, checked, _write(at))

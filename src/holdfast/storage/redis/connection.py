@@ -2,7 +2,7 @@
 
 A request survives its connection. When that breaks, or the server answers that it is not ready, everything without a
 reply is sent again in its first order, on a new connection, until its deadline. That is safe because whatever changes
-something has a number (queue.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped here:
+something has a number (calls.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped here:
 no connection is ever out of step.
 
 redis-py opens the connection; from then on bytes go straight from the transport through hiredis to whoever asked.
