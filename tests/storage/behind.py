@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from holdfast._core.extension import pack_extension
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease
 from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
@@ -179,10 +180,14 @@ def encode(job: Job) -> tuple[bytes, bytes | None]:
         outcome = encode_outcome(job.outcome)
         flags |= form.FLAG_FINISHED
         middle += form._SIZE.pack(len(outcome)) + outcome
-    terms = form.options_of(job.work)
+    terms = form.terms_of(job.work)
     if terms:
         flags |= form.TERMS
         middle += form._SHORT.pack(len(terms)) + terms
+    if job.extension or job.work.extension:
+        extension = pack_extension(job.extension + job.work.extension)
+        flags |= form.EXTENDED
+        middle += form._SIZE.pack(len(extension)) + extension
     if job.work.payload is not None:
         flags |= form.PAYLOAD
     head = form._HEAD.pack(flags, job.work.priority, job.generation, job.run_at)
@@ -214,12 +219,16 @@ def encode_run(run: StoredLease) -> bytes:
 def _encode_next(following: Next) -> bytes:
     work, rule = following.work, following.takes_run_at
     number = int(rule) if isinstance(rule, bool) else form.RULES.index(rule)
-    terms = form.options_of(work)
+    terms, section, takes_payload = form.terms_of(work), b"", int(following.takes_payload)
+    if work.extension:
+        extension = pack_extension(work.extension)
+        takes_payload |= form.EXTENDED
+        section = form._SIZE.pack(len(extension)) + extension
     head = form._NEXT.pack(
         *(following.generation, following.run_at, following.arrival, following.wall_at),
-        *(following.takes_payload, number, following.resets_counts, work.priority, len(terms)),
+        *(takes_payload, number, following.resets_counts, work.priority, len(terms)),
     )
-    return head + terms + (work.payload or b"")
+    return head + terms + section + (work.payload or b"")
 
 
 def _size(value: bytes | None) -> int:

@@ -19,7 +19,7 @@ SHARED = "keyspace"
 """The file whose locals are visible in all others. Every other file is joined as a block."""
 ENQUEUE_FILES = (SHARED, "clock", "record", "lifecycle", "metadata", "transaction", "fast", "enqueue", "calls")
 """The files that an enqueue needs."""
-FILES = (*ENQUEUE_FILES[:-1], "verbs", "reads", "audit", "workers", "calls")
+FILES = (*ENQUEUE_FILES[:-1], "leases", "verbs", "reads", "audit", "workers", "calls")
 """All files in the order in which they are joined: a file uses only the files before it."""
 SOURCES: Mapping[str, str] = {
     name: resources.files("holdfast.storage.redis").joinpath("lua", f"{name}.lua").read_text() for name in FILES

@@ -11,9 +11,15 @@ local CACHED_AT, CACHED_OUTCOME, CACHED_ID, CACHED_GENERATION = 1, 2, 3, 4
 local function read_request(head)
   local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
     unpack_from(REQUEST, head)
-  return {client = CLIENT, priority = priority, has_payload = has_payload == 1, custom_id = custom_id == 1,
-    updates = updates == 1, takes_payload = takes_payload == 1, rule = rule, resets_counts = resets_counts == 1, when = when,
-    at = at, keep_ms = keep_ms, id = '', terms = '', payload = nil}
+  return {client = CLIENT, priority = priority, has_payload = has_payload % 2 == 1, custom_id = custom_id == 1,
+    extended = band(has_payload, EXTENDED) ~= 0, updates = updates == 1, takes_payload = takes_payload == 1, rule = rule, resets_counts = resets_counts == 1, when = when,
+    at = at, keep_ms = keep_ms, id = '', terms = '', work_extension = '', payload = nil}
+end
+
+-- The terms argument of a request with an extension: #terms I2, terms, extension.
+function enqueue.split_terms(packed)
+  local size, at = unpack_from('<I2', packed)
+  return sub(packed, at, at + size - 1), sub(packed, at + size)
 end
 
 -- Enqueue the requests that `request_at(number)` returns. Fills `replies` and the cached `outcomes`.
@@ -53,6 +59,7 @@ function VERBS.enqueue()
     end
     request.id, request.terms = ids[at], ARGS[first + 2]
     request.payload = request.has_payload and ARGS[first + 3] or nil
+    if request.extended then request.terms, request.work_extension = enqueue.split_terms(request.terms) end
     return request
   end, replies, outcomes)
   transaction.close(tx)

@@ -9,7 +9,7 @@ local listened_to, record_event, REMOVED = transaction.listened_to, transaction.
 local HEAD, LONG_PART, fence_of, held_by, generation_bytes = record.HEAD, record.LONG_PART, record.fence_of, record.held_by,
   record.generation_bytes
 
--- By the flags of a record. LIVE: it has no outcome. PLAIN: it has no counts, no error and no waiters either.
+-- By the flags of a record. LIVE: it has no outcome and no extension. PLAIN: it has no counts, no error and no waiters either.
 local PLAIN, LIVE = {}, {}
 for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   LIVE[flags] = flags % (2 * FINISHED) < FINISHED
@@ -20,9 +20,9 @@ end
 local FENCE_AT, LENGTHS_AT, LENGTHS_END = 2, 10, 25
 local NO_TTLS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 
--- Is the request, of an id without a record, due at once?
+-- Is the request one of those that `start_plain` can start, if its id has no record?
 function fast.starts(request)
-  return FAST and request.when == NOW and request.payload
+  return FAST and request.when == NOW and request.payload and request.work_extension == ''
 end
 
 -- Write the record of a new id that is due at once.

@@ -35,6 +35,7 @@ except in the first line: a plain record has the same bytes there as the beginni
               #error+1 I4  #previous I4  #waiters I4   error  previous  waiters
   [FINISHED]  #outcome I4  outcome
   [TERMS]     #terms I2  terms
+  [EXTENDED]  #extension I4  extension
   payload
 
 A record without LONG has arrival = generation and 0 in the other fields. `attempts` does not count the present run.
@@ -43,7 +44,10 @@ OUTCOME   state B  generation I8  ended_at I8  forget_at I8  dedup_at I8  #codec
 TERMS     result_ttl_ms+1 I8, and the other options of the work, which only clients read
 RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
 NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
-          #terms I2  terms  payload
+          #terms I2  terms  [EXTENDED, in takes_payload] #extension I4 extension  payload
+EXTENSION entries in the order of their tags: tag B  #value I4  value. Tags below 128 describe the job: they stay with its
+          generation. The others describe the work: they travel with the payload. Only clients read values; unknown tags are
+          kept. A record or a NEXT without entries has no such section.
 META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying i8
           deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
@@ -78,6 +82,8 @@ local MAKES_READY = {[KIND.ENQUEUED] = true, [KIND.PROMOTED] = true, [KIND.UPDAT
   [KIND.TIMED_OUT] = true, [KIND.STALLED] = true, [KIND.RELEASED] = true}
 
 local MARK, LONG, CUSTOM_ID, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
+local EXTENDED = 64 -- a flag of a record, of takes_payload in NEXT, of has_payload in a request, of priority in a follow-up
+local FIRST_WORK_TAG = 128
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
@@ -95,5 +101,6 @@ local FIRST_ARG = 4 -- in ARGS, behind the verb, the client and its number
 
 -- One table per file. A verb is a function without parameters that reads ARGS. REPEATS makes the reply to a repeated call
 -- from the kept reply of the first; KEPT_AS makes the reply to keep.
-local clock, record, lifecycle, metadata, transaction, fast, enqueue, calls = {}, {}, {}, {}, {}, {}, {}, {}
+local clock, record, lifecycle, metadata, transaction = {}, {}, {}, {}, {}
+local fast, enqueue, leases, calls = {}, {}, {}, {}
 local VERBS, REPEATS, KEPT_AS = {}, {}, {}

@@ -51,12 +51,18 @@ local function choose(rule, old, new, time)
   return {run_at = takes_new and new_at or old_at, arrival = chosen.arrival, wall_at = chosen.wall_at}
 end
 
+-- Let a job that waits stand for another request. The entries of its extension end with the generation that they describe.
+local function set_generation(job, generation)
+  job.generation, job.job_extension = generation, ''
+end
+
 local function set_due(job, due)
   job.run_at, job.arrival, job.wall_at = due.run_at, due.arrival, due.wall_at
 end
 
 local function set_work(job, work)
-  job.priority, job.terms, job.payload, job.has_payload = work.priority, work.terms, work.payload, true
+  job.priority, job.terms, job.work_extension = work.priority, work.terms, work.work_extension
+  job.payload, job.has_payload = work.payload, true
 end
 
 local function reset_counts(job)
@@ -100,7 +106,8 @@ local function update_waiting(job, request, time, at)
   set_due(job, choose(request.rule, job, due_of(request, time, at), time))
   waited_for(job, request, time[LAST_AT])
   if request.takes_payload then set_work(job, request) end
-  job.generation, job.changed = at, true
+  set_generation(job, at)
+  job.changed = true
   if request.resets_counts then reset_counts(job) end
   return job, UPDATED, at, WAITING, KIND.UPDATED
 end
@@ -247,7 +254,7 @@ local function again(job, kind, time)
   if following then
     set_due(job, choose(following.takes_run_at, job, following, time))
     if following.takes_payload then set_work(job, following) end
-    job.generation = following.generation
+    set_generation(job, following.generation)
     if following.resets_counts then reset_counts(job) end
   end
   return job, kind

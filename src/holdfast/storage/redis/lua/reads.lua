@@ -16,8 +16,8 @@ function VERBS.ready()
   for at = FIRST_ARG, #ARGS do
     local now, _, meta = time_of(ARGS[at])
     local tx = {queue = ARGS[at], meta = meta}
-    local run_at = meta and meta[PAUSED] == 0 and transaction.next_run_at(tx)
-    local sweep_at = meta and transaction.next_sweep_at(tx)
+    local run_at = meta and meta[PAUSED] == 0 and leases.next_run_at(tx)
+    local sweep_at = meta and leases.next_sweep_at(tx)
     replies[#replies + 1] = ((run_at and run_at <= now) or (sweep_at and sweep_at <= now)) and '1' or '0'
   end
   return table.concat(replies)

@@ -1,7 +1,7 @@
 -- Records, leases and outcomes as bytes: mirrors codec.py. The formats are at the head of keyspace.lua.
 
 local HEAD, LONG_PART, OUTCOME = '>BBI8I8', '<I8I8I4I4I4I4I8I8I4I4I4', '<BI8I8I8I8BI4I4'
-local LEASE, NEXT_HEAD = '<BI8I4I8I2', '<I8I8I8I8BBBBI2'
+local LEASE, NEXT_HEAD, ENTRY = '<BI8I4I8I2', '<I8I8I8I8BBBBI2', '<BI4'
 
 -- Where the fields of a record begin: of its head, then of LONG, with the first byte behind both.
 local FLAGS_AT, PRIORITY_AT, GENERATION_AT, RUN_AT_AT = 1, 2, 3, 11
@@ -44,10 +44,33 @@ local function decode_outcome(packed)
   return outcome
 end
 
+-- Split an extension into the entries of the job and those of the work.
+local function split_extension(packed)
+  local at, last, work_at = 1, 0, nil
+  while at <= #packed do
+    local tag, size, value_at = unpack_from(ENTRY, packed, at)
+    if tag <= last or value_at + size > #packed + 1 then error('garbled') end
+    if tag >= FIRST_WORK_TAG and not work_at then work_at = at end
+    last, at = tag, value_at + size
+  end
+  work_at = work_at or at
+  return sub(packed, 1, work_at - 1), sub(packed, work_at)
+end
+
+-- The section of a record or a NEXT: its bytes from `at` on, and the first position behind it.
+local function extension_at(packed, at)
+  local size
+  size, at = unpack_from('<I4', packed, at)
+  if at + size > #packed + 1 then error('garbled') end
+  return sub(packed, at, at + size - 1), at + size
+end
+
 local function encode_next(following)
-  return pack(NEXT_HEAD, following.generation, following.run_at, following.arrival, following.wall_at,
-    following.takes_payload and 1 or 0, following.takes_run_at, following.resets_counts and 1 or 0, following.priority,
-    #following.terms) .. following.terms .. following.payload
+  local takes_payload, extension = following.takes_payload and 1 or 0, following.work_extension
+  if extension ~= '' then takes_payload, extension = takes_payload + EXTENDED, pack('<I4', #extension) .. extension end
+  return pack(NEXT_HEAD, following.generation, following.run_at, following.arrival, following.wall_at, takes_payload,
+    following.takes_run_at, following.resets_counts and 1 or 0, following.priority, #following.terms) .. following.terms
+    .. extension .. following.payload
 end
 
 local function decode_next(packed, at)
@@ -58,8 +81,16 @@ local function decode_next(packed, at)
     or following.priority > 9 or following.takes_run_at > IF_EARLIER or at + size - 1 > #packed then
     error('garbled')
   end
-  following.takes_payload, following.resets_counts = takes_payload == 1, resets_counts == 1
-  following.terms, following.payload = sub(packed, at, at + size - 1), sub(packed, at + size)
+  following.takes_payload, following.resets_counts = takes_payload % 2 == 1, resets_counts == 1
+  following.terms, following.work_extension = sub(packed, at, at + size - 1), ''
+  at = at + size
+  if band(takes_payload, EXTENDED) ~= 0 then
+    local job_entries
+    following.work_extension, at = extension_at(packed, at)
+    job_entries, following.work_extension = split_extension(following.work_extension)
+    if job_entries ~= '' then error('garbled') end
+  end
+  following.payload = sub(packed, at)
   return following
 end
 
@@ -108,6 +139,10 @@ local function encode(job)
     flags, middle = flags + FINISHED, middle .. pack('<I4', #outcome) .. outcome
   end
   if job.terms ~= '' then flags, middle = flags + TERMS, middle .. pack('<I2', #job.terms) .. job.terms end
+  if job.job_extension ~= '' or job.work_extension ~= '' then
+    local extension = job.job_extension .. job.work_extension
+    flags, middle = flags + EXTENDED, middle .. pack('<I4', #extension) .. extension
+  end
   local payload = job.has_payload and (job.payload or sub(job.raw, job.payload_at)) or ''
   return pack(HEAD, flags, job.priority, job.generation, job.run_at) .. middle .. payload
 end
@@ -128,14 +163,14 @@ local function decode_long(job, raw, at)
   return at + waiters_size
 end
 
--- The fields of a record without LONG and TERMS, which is most records.
+-- The fields of a record without LONG, TERMS and EXTENDED, which is most records.
 record.DEFAULTS = {__index = {wall_at = 0, attempts = 0, retries = 0, stalls = 0, timeouts = 0, keep_until_at = 0,
-  waiters = '', terms = ''}}
+  waiters = '', terms = '', job_extension = '', work_extension = ''}}
 local DEFAULTS = record.DEFAULTS
 
 local function decode(id, raw, run)
   local flags, priority, generation, run_at, at = unpack_from(HEAD, raw)
-  if flags < MARK or flags >= MARK + 32 or priority > 9 or max(generation, run_at) > NEVER then error('garbled') end
+  if band(flags, MARK) ~= MARK or priority > 9 or max(generation, run_at) > NEVER then error('garbled') end
   local job = setmetatable({id = id, raw = raw, priority = priority, generation = generation, run_at = run_at,
     arrival = generation, payload_at = at, custom_id = band(flags, CUSTOM_ID) ~= 0,
     has_payload = band(flags, PAYLOAD) ~= 0}, DEFAULTS)
@@ -150,6 +185,11 @@ local function decode(id, raw, run)
     size, at = unpack_from('<I2', raw, at)
     job.terms = sub(raw, at, at + size - 1)
     at = at + size
+  end
+  if band(flags, EXTENDED) ~= 0 then
+    local extension
+    extension, at = extension_at(raw, at)
+    job.job_extension, job.work_extension = split_extension(extension)
   end
   if at > #raw + 1 then error('garbled') end
   job.payload_at = at

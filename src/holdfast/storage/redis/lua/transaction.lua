@@ -4,7 +4,6 @@
 
 local encode, decode, encode_run, encode_outcome = record.encode, record.decode, record.encode_run, record.encode_outcome
 local view_of = metadata.view_of
-local PAGE = 100 -- leases that are read at a time
 
 -- The entry of a job that this step has settled in fast.lua, or that a claim leaves out.
 transaction.REMOVED = {}
@@ -251,70 +250,6 @@ local function first_score(key)
   return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
 end
 
-local function priorities_of(tx)
-  local found = {}
-  for priority = 9, 0, -1 do
-    if band(tx.meta[PRIORITIES], PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
-  end
-  return found
-end
-
-local function next_run_at(tx)
-  local first
-  for _, priority in ipairs(priorities_of(tx)) do
-    local score = first_score(tx.queue .. WAITING_INDEXES[priority])
-    if score and (not first or score < first) then first = score end
-  end
-  return first
-end
-
-local function next_sweep_at(tx)
-  return first_score(tx.queue .. ':running')
-end
-
-local function sweep_some(tx, ids, worker, overdue, stalled)
-  if #ids == 0 then return end
-  local entries = load(tx, ids)
-  for _, id in ipairs(ids) do
-    local entry = entries[id]
-    if not entry.job or not entry.job.run then
-      rewrite(tx, entry)
-    else
-      local after, kind, then_kind, outcome
-      if worker then
-        after, kind, then_kind, outcome = lifecycle.take_back(entry.job, tx.time)
-      else
-        after, kind, then_kind, outcome = lifecycle.expire(entry.job, tx.time)
-      end
-      record_change(tx, entry, after, kind, then_kind, outcome)
-      local list = kind and stalled or overdue
-      list[#list + 1] = id
-    end
-  end
-end
-
--- The ids of one worker's leases, found by reading all leases.
-local function held_by(tx, worker, limit)
-  local found, at, ids = {}, 0, nil
-  repeat
-    ids = call('ZRANGE', tx.queue .. ':running', at, at + PAGE - 1)
-    at = at + PAGE
-    local runs = #ids > 0 and call('HMGET', tx.queue .. ':runs', unpack(ids)) or {}
-    for index, id in ipairs(ids) do
-      local ok, run = pcall(record.decode_run, runs[index])
-      if ok and run.worker == worker and #found < limit then found[#found + 1] = id end
-    end
-  until #ids < PAGE or #found == limit
-  return found
-end
-
-local function sweep(tx, limit, worker)
-  local overdue, stalled = {}, {}
-  local ids = worker and held_by(tx, worker, limit) or upto(tx, RUNNING, limit)
-  sweep_some(tx, ids, worker, overdue, stalled)
-  return overdue, stalled, #ids == limit
-end
-
 -- Set the time from which a finished record may have to be forgotten. The stored time may be too early, never too late.
 local function find_forget_at(tx)
   tx.meta[FORGET_AT] = NEVER
@@ -356,6 +291,5 @@ transaction.list_of, transaction.append, transaction.find, transaction.relist = 
 transaction.open, transaction.damaged_entry, transaction.entry_of, transaction.records = open, damaged_entry, entry_of, records
 transaction.enter, transaction.load, transaction.listened_to, transaction.record_event = enter, load, listened_to, record_event
 transaction.record_change, transaction.rewrite, transaction.wake, transaction.close = record_change, rewrite, wake, close
-transaction.first_score, transaction.priorities_of = first_score, priorities_of
-transaction.next_run_at, transaction.next_sweep_at = next_run_at, next_sweep_at
-transaction.sweep, transaction.sweep_forgotten, transaction.id_of = sweep, sweep_forgotten, id_of
+transaction.first_score, transaction.upto = first_score, upto
+transaction.sweep_forgotten, transaction.id_of = sweep_forgotten, id_of

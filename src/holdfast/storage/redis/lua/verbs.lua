@@ -14,7 +14,7 @@ end
 -- The jobs that the indexes show as due, in parallel lists, and the entries that are in the wrong place of an index.
 local function due(tx, limit)
   local found, wrong = {ids = {}, raws = {}, indexes = {}, members = {}, entries = {}}, {}
-  for _, priority in ipairs(transaction.priorities_of(tx)) do
+  for _, priority in ipairs(leases.priorities_of(tx)) do
     local index, left, ids = WAITING_INDEXES[priority], limit - #found.ids, {}
     local members = left > 0 and call('ZRANGEBYSCORE', tx.queue .. index, '-inf', tx.now, 'LIMIT', 0, left) or {}
     for at = 1, #members do ids[at] = sub(members[at], ARRIVAL_BYTES + 1) end
@@ -65,9 +65,9 @@ function VERBS.claim()
   limit, lease_ms = tonumber(limit), tonumber(lease_ms)
   local tx = transaction.find(QUEUE)
   if not tx then return {WALL, -1, -1, 0, {}, '', 0} end
-  local sweep_at = transaction.next_sweep_at(tx)
+  local sweep_at = leases.next_sweep_at(tx)
   local sweeps = sweep_at and sweep_at <= tx.now
-  if sweeps then transaction.sweep(tx, SWEEP_ON_CLAIM) end
+  if sweeps then leases.sweep(tx, SWEEP_ON_CLAIM) end
   transaction.sweep_forgotten(tx, SWEEP_ON_CLAIM)
   if #tx.changed > 0 then
     transaction.close(tx)
@@ -94,10 +94,10 @@ function VERBS.claim()
     end
   end
   transaction.close(tx)
-  local run_at = tx.meta[PAUSED] == 0 and transaction.next_run_at(tx)
+  local run_at = tx.meta[PAUSED] == 0 and leases.next_run_at(tx)
   if run_at and run_at <= tx.now then transaction.wake(tx) end
   if sweeps then
-    sweep_at = transaction.next_sweep_at(tx)
+    sweep_at = leases.next_sweep_at(tx)
   elseif #fences > 0 then
     sweep_at = min(sweep_at or NEVER, tx.now + 1000 * lease_ms)
   end
@@ -142,7 +142,14 @@ end
 
 local function read_follow_up(id, packed)
   local priority, size, at = unpack_from(FOLLOW_UP, packed)
-  return {id = id, priority = priority, terms = sub(packed, at, at + size - 1), payload = sub(packed, at + size),
+  local terms, extension = sub(packed, at, at + size - 1), ''
+  at = at + size
+  if band(priority, EXTENDED) ~= 0 then
+    priority = priority - EXTENDED
+    size, at = unpack_from('<I4', packed, at)
+    extension, at = sub(packed, at, at + size - 1), at + size
+  end
+  return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
     custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT}
 end
 
@@ -258,10 +265,10 @@ function VERBS.sweep()
   if worker == '' then worker = nil end
   local tx = transaction.find(QUEUE)
   if not tx then return {{}, {}, 0, 0, -1} end
-  local overdue, stalled, more = transaction.sweep(tx, limit, worker)
+  local overdue, stalled, more = leases.sweep(tx, limit, worker)
   local forgotten = transaction.sweep_forgotten(tx, limit)
   transaction.close(tx)
-  return {overdue, stalled, forgotten, (more or forgotten == limit) and 1 or 0, transaction.next_sweep_at(tx) or -1}
+  return {overdue, stalled, forgotten, (more or forgotten == limit) and 1 or 0, leases.next_sweep_at(tx) or -1}
 end
 
 -- Delete the first records of an index. A member that is not where its record says is removed.
@@ -283,7 +290,7 @@ end
 
 local function purge_waiting(tx, limit)
   local done = 0
-  for _, priority in ipairs(transaction.priorities_of(tx)) do
+  for _, priority in ipairs(leases.priorities_of(tx)) do
     if done < limit then done = done + purge_index(tx, WAITING_INDEXES[priority], limit - done) end
   end
   return done
