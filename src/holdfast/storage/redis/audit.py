@@ -7,8 +7,6 @@ carries them, with the last stamp of the queue when it began.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from holdfast._core.clock import QueueTime
@@ -20,7 +18,7 @@ from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
 from holdfast.storage.redis.connection import Argument
-from holdfast.storage.redis.pages import Entry, read_page
+from holdfast.storage.redis.reads import Entry, read_page, read_stats
 from holdfast.storage.validation import clean_id
 
 PAGE = 200
@@ -58,16 +56,16 @@ class Audit:
 
     async def step(self, dry_run: bool, cursor: str | None) -> Repaired:
         at = _Cursor() if cursor is None else _read(cursor)
-        stats = await self._calls.read(self._key, "stats")
-        if not stats:
+        stats = await read_stats(self._calls, self._key)
+        if stats is None:
             return Repaired([], 0, None)
         if at.version < 0:
-            at.version = _version(stats)
+            at.version = stats.version
         problems: list[Problem] = []
         mends: list[Argument] = []
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
-            scans = at_end and (stats[12] != at.entries or stats[13] != stats[4][0])
+            scans = at_end and (stats.records != at.entries or stats.leases != stats.size_of(State.RUNNING))
             at.scanned = "0" if scans else ""
         else:
             checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
@@ -125,17 +123,17 @@ class Audit:
 
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
         """Do the counts match the records, and do the totals add up? Where not, the records are right."""
-        stats = await self._calls.read(self._key, "stats")
-        if not stats or _version(stats) != at.version:
+        stats = await read_stats(self._calls, self._key)
+        if stats is None or stats.version != at.version:
             return []
         problems: list[Problem] = []
-        if stats[11]:
+        if stats.rebuilt:
             problems.append(Problem("ledger", self._queue, "", "it could not be read: totals, pause and skew are lost"))
-        for name, counted in zip(VIEWS, stats[6:8], strict=True):
+        for name, counted in zip(VIEWS, (stats.retrying, stats.deferred), strict=True):
             there = at.counts.get(name, 0)
             if counted != there:
                 problems.append(Problem("count", self._queue, "", f"{name} is counted as {counted}, there are {there}"))
-        totals: dict[EventKind, int] = dict(zip(KINDS, stats[10], strict=True))
+        totals: dict[EventKind, int] = dict(zip(KINDS, stats.totals, strict=True))
         started, ended = sum(totals[kind] for kind in STARTS), sum(totals[kind] for kind in ENDS)
         live = at.counts.get(State.WAITING, 0) + at.counts.get(State.RUNNING, 0)
         if started != ended + live:
@@ -146,12 +144,6 @@ class Audit:
             views = [at.counts.get(name, 0) for name in VIEWS]
             await self._calls.ask(self._key, "recount", (at.version, *views, ended + live - started))
         return problems
-
-
-def _version(stats: list[Any]) -> int:
-    """A number that rises with all that happens: a request or a lease takes a stamp, and every event is counted."""
-    version: int = stats[14] + sum(stats[10])
-    return version
 
 
 def _write(at: _Cursor) -> str:

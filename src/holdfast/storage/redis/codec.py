@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -38,6 +38,8 @@ STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, Sta
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
 KINDS = tuple(EventKind)
 """The Lua files number the members of these three tuples from 1."""
+INDEXED_STATES = (State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
+"""The states with one index each, in the order of the replies."""
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
 COUNTS = ("retries", "stalls", "timeouts")
 NOW, DELAY, WALL_TIME = range(3)
@@ -60,6 +62,8 @@ _SETTLEMENT = struct.Struct("<BQQQBB")
 _FOLLOW_UP = struct.Struct("<BH")
 _EVENT = struct.Struct("<BQQII")
 _ARRIVAL = struct.Struct(">Q")
+ANNOUNCED = struct.Struct("<QQB")
+"""beat_at, expires_at, evict_asked: the facts of the worker follow."""
 ENQUEUED = struct.Struct("<BBQ")
 FENCE = struct.Struct("<Q")
 
@@ -330,5 +334,48 @@ def waiting_member(arrival: int, id: bytes) -> bytes:
 
 
 def arrival_of(member: bytes) -> int:
+    """The arrival in a member of a waiting index."""
     arrival: int = _ARRIVAL.unpack_from(member)[0]
     return arrival
+
+
+def id_of(member: bytes) -> bytes:
+    """The id in a member of a waiting index."""
+    return member[_ARRIVAL.size :]
+
+
+class StatsReply(NamedTuple):
+    """The reply of `stats`, by position: reads.lua returns the fields in this order."""
+
+    now: int
+    ready: int
+    scheduled: int
+    oldest: int
+    sizes: list[int]
+    """The sizes of the indexes of `INDEXED_STATES`."""
+    past: list[int]
+    """The part of `sizes` whose score is past: finished records that are forgotten and not yet swept."""
+    retrying: int
+    deferred: int
+    paused: int
+    reason: bytes
+    totals: list[int]
+    """How often each of `KINDS` has happened."""
+    rebuilt: int
+    """1: the metadata could not be read and was made from the records."""
+    records: int
+    leases: int
+    last_stamp: int
+
+    def size_of(self, state: State) -> int:
+        return self.sizes[INDEXED_STATES.index(state)]
+
+    def remembered(self, state: State) -> int:
+        """The number of finished records that are not forgotten."""
+        at = INDEXED_STATES.index(state)
+        return self.sizes[at] - self.past[at]
+
+    @property
+    def version(self) -> int:
+        """A number that rises with every change: a request or a lease takes a stamp, and every event is counted."""
+        return self.last_stamp + sum(self.totals)
