@@ -43,7 +43,7 @@ class _Cursor(msgspec.Struct, array_like=True):
     found: int = 0
     """Problems so far."""
     passes: int = 0
-    """How often all of it was gone through: after records were mended it is counted anew."""
+    """How often the whole queue was read: after a repair of records the counting begins again."""
 
 
 class Audit:

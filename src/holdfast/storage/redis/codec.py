@@ -47,7 +47,7 @@ NOW, DELAY, WALL_TIME = range(3)
 MARK, LONG, FLAG_CUSTOM_ID, PAYLOAD, FLAG_FINISHED, TERMS, EXTENDED = 160, 1, 2, 4, 8, 16, 64
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
 PLAIN = MARK | FLAG_CUSTOM_ID | PAYLOAD
-"""What most records have: an id that somebody chose or not, a payload, and nothing else."""
+"""The flags of most records: a payload, an id that its caller chose (or not), and nothing else."""
 
 _HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")

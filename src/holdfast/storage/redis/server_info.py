@@ -84,4 +84,4 @@ def durability(info: dict[str, str], fsync: str) -> tuple[str, list[str]]:
         return "everything acknowledged survives a kill, and a power cut if the disk keeps its word", []
     if fsync == "everysec":
         return "everything acknowledged survives a kill; a power cut costs a second or two", []
-    return f"everything acknowledged survives a kill; appendfsync is {fsync or 'not told'}", []
+    return f"everything acknowledged survives a kill; appendfsync is {fsync or 'unknown'}", []

@@ -12,8 +12,9 @@ local function read_request(head)
   local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
     unpack_from(REQUEST, head)
   return {client = CLIENT, priority = priority, has_payload = has_payload % 2 == 1, custom_id = custom_id == 1,
-    extended = band(has_payload, EXTENDED) ~= 0, updates = updates == 1, takes_payload = takes_payload == 1, rule = rule, resets_counts = resets_counts == 1, when = when,
-    at = at, keep_ms = keep_ms, id = '', terms = '', work_extension = '', payload = nil}
+    extended = band(has_payload, EXTENDED) ~= 0, updates = updates == 1, takes_payload = takes_payload == 1, rule = rule,
+    resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '', work_extension = '',
+    payload = nil}
 end
 
 -- The terms argument of a request with an extension: #terms I2, terms, extension.

@@ -1,6 +1,6 @@
 -- Optimised paths. Most jobs are new, run once and end. For them these functions write the bytes that lifecycle.lua and
--- transaction.lua would write, without decoding records. With FAST off, everything takes the general path; the agreement run
--- (tests/storage/test_agreement.py) compares the bytes of all keys of both.
+-- transaction.lua would write, without decoding records. With FAST off, everything takes the general path. The agreement
+-- run (tests/storage/test_agreement.py) compares the bytes of all keys of both.
 
 local FAST = true
 
@@ -9,7 +9,7 @@ local listened_to, record_event, REMOVED = transaction.listened_to, transaction.
 local HEAD, LONG_PART, fence_of, held_by, generation_bytes = record.HEAD, record.LONG_PART, record.fence_of, record.held_by,
   record.generation_bytes
 
--- By the flags of a record. LIVE: it has no outcome and no extension. PLAIN: it has no counts, no error and no waiters either.
+-- By the flags of a record. LIVE: without an outcome and an extension. PLAIN: without counts, error and waiters too.
 local PLAIN, LIVE = {}, {}
 for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   LIVE[flags] = flags % (2 * FINISHED) < FINISHED

@@ -72,8 +72,8 @@ local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enque
 local KEEPS, TAKES, IF_LATER, IF_EARLIER = 0, 1, 2, 3 -- rules for run_at
 local NOW, DELAY, WALL_TIME = 0, 1, 2 -- how a request says when
 local COMPLETE, FAIL, RETRY, RELEASE = 1, 2, 3, 4 -- settlements
-local KIND = {ENQUEUED = 1, UPDATED = 2, DEFERRED = 3, CLAIMED = 4, COMPLETED = 5, FAILED = 6, CANCELLED = 7, CANCEL_ASKED = 8,
-  RETRIED = 9, TIMED_OUT = 10, STALLED = 11, RELEASED = 12, PROMOTED = 13, FORGOTTEN = 14, PURGED = 15}
+local KIND = {ENQUEUED = 1, UPDATED = 2, DEFERRED = 3, CLAIMED = 4, COMPLETED = 5, FAILED = 6, CANCELLED = 7,
+  CANCEL_ASKED = 8, RETRIED = 9, TIMED_OUT = 10, STALLED = 11, RELEASED = 12, PROMOTED = 13, FORGOTTEN = 14, PURGED = 15}
 local KINDS = 15
 local ENDS = {[KIND.COMPLETED] = true, [KIND.FAILED] = true, [KIND.CANCELLED] = true, [KIND.PURGED] = true}
 local ENDS_A_WAIT = {[KIND.COMPLETED] = true, [KIND.FAILED] = true, [KIND.CANCELLED] = true, [KIND.PURGED] = true,
@@ -88,7 +88,8 @@ local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
 -- table: its first fields are the clock of the queue.
-local LAST_AT, LAST_STAMP, SKEW, PAUSED, REBUILT, PRIORITIES, FORGET_AT, RETRYING, DEFERRED_JOBS = 2, 3, 4, 5, 6, 7, 8, 9, 10
+local LAST_AT, LAST_STAMP, SKEW, PAUSED, REBUILT, PRIORITIES = 2, 3, 4, 5, 6, 7
+local FORGET_AT, RETRYING, DEFERRED_JOBS = 8, 9, 10
 local TOTALS = DEFERRED_JOBS
 local STEPS, REASON = TOTALS + KINDS + 1, TOTALS + KINDS + 2
 

@@ -62,8 +62,8 @@ local function held_by(tx, worker, limit)
   return found
 end
 
--- Take back expired leases, or all leases of one worker. Returns the ids that are overdue and those that were taken back, and
--- whether there may be more.
+-- Take back expired leases, or all leases of one worker. Returns the ids that are overdue, the ids that were taken back,
+-- and whether there may be more.
 function leases.sweep(tx, limit, worker)
   local overdue, stalled = {}, {}
   local ids = worker and held_by(tx, worker, limit) or transaction.upto(tx, RUNNING, limit)

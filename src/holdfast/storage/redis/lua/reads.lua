@@ -30,8 +30,8 @@ function VERBS.get()
   return {now, skew, raws, runs}
 end
 
--- The rank of the first member behind a place in an index. Many members may have its score, and the member of that place may
--- have been removed.
+-- The rank of the first member behind a place in an index. Many members may have its score, and the member of that place
+-- may have been removed.
 local function rank_after(key, score, member)
   local low, high = call('ZCOUNT', key, '-inf', '(' .. score), call('ZCOUNT', key, '-inf', score)
   while low < high do
@@ -75,7 +75,8 @@ function VERBS.stats()
     ready, scheduled = ready + due_here, scheduled + call('ZCARD', key) - due_here
     if due_here > 0 then
       local head = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-      local ok, job = pcall(record.decode, '', call('HGET', QUEUE .. ':jobs', transaction.id_of(WAITING_INDEXES[priority], head[1])))
+      local id = transaction.id_of(WAITING_INDEXES[priority], head[1])
+      local ok, job = pcall(record.decode, id, call('HGET', QUEUE .. ':jobs', id))
       oldest = min(oldest, ok and max(job.run_at, job.generation) or now)
     end
   end

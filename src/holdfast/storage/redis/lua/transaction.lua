@@ -288,8 +288,10 @@ local function id_of(index, member)
 end
 
 transaction.list_of, transaction.append, transaction.find, transaction.relist = list_of, append, find, relist
-transaction.open, transaction.damaged_entry, transaction.entry_of, transaction.records = open, damaged_entry, entry_of, records
-transaction.enter, transaction.load, transaction.listened_to, transaction.record_event = enter, load, listened_to, record_event
+transaction.open, transaction.damaged_entry, transaction.entry_of = open, damaged_entry, entry_of
+transaction.records = records
+transaction.enter, transaction.load = enter, load
+transaction.listened_to, transaction.record_event = listened_to, record_event
 transaction.record_change, transaction.rewrite, transaction.wake, transaction.close = record_change, rewrite, wake, close
 transaction.first_score, transaction.upto = first_score, upto
 transaction.sweep_forgotten, transaction.id_of = sweep_forgotten, id_of

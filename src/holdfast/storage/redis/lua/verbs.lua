@@ -36,8 +36,8 @@ local function due(tx, limit)
   return found, wrong
 end
 
--- The due jobs, after those in the wrong place were moved: the clock may have stepped, or an index may be damaged. Jobs that
--- are still in a wrong place after MEND_PASSES are left out.
+-- The due jobs, after those in the wrong place were moved: the clock may have stepped, or an index may be damaged. Jobs
+-- that are still in a wrong place after MEND_PASSES are left out.
 local function due_in_place(tx, limit)
   for _ = 1, MEND_PASSES do
     local found, wrong = due(tx, limit)
