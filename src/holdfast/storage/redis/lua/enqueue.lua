@@ -8,13 +8,17 @@ local REQUEST_ARGS = 4 -- id, head, terms, payload
 local REPLY = {OPENED = 1, PACKED = 2, CACHED = 3}
 local CACHED_AT, CACHED_OUTCOME, CACHED_ID, CACHED_GENERATION = 1, 2, 3, 4
 
+local start_plain = fast.start_plain
+
 local function read_request(head)
   local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
     unpack_from(REQUEST, head)
-  return {client = CLIENT, priority = priority, has_payload = has_payload % 2 == 1, custom_id = custom_id == 1,
-    extended = band(has_payload, EXTENDED) ~= 0, updates = updates == 1, takes_payload = takes_payload == 1, rule = rule,
-    resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '', work_extension = '',
-    payload = nil}
+  local extended = band(has_payload, EXTENDED) ~= 0
+  has_payload = has_payload % 2 == 1
+  return {client = CLIENT, priority = priority, has_payload = has_payload, custom_id = custom_id == 1, extended = extended,
+    starts_fast = fast.starts(when, has_payload, extended), updates = updates == 1, takes_payload = takes_payload == 1,
+    rule = rule, resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '',
+    work_extension = '', payload = nil}
 end
 
 -- The terms argument of a request with an extension: #terms I2, terms, extension.
@@ -34,8 +38,8 @@ function enqueue.all(tx, ids, request_at, replies, outcomes)
   if #others > 0 then transaction.load(tx, others) end
   for at = 1, #ids do
     local id, request = ids[at], request_at(at)
-    if not met[id] and fast.starts(request) then
-      replies[at] = pack(ENQUEUED, NEW, 0, fast.start_plain(tx, request))
+    if not met[id] and request.starts_fast then
+      replies[at] = pack(ENQUEUED, NEW, 0, start_plain(tx, request))
     else
       local entry = tx.entries[id] or transaction.enter(tx, id)
       local after, placed, generation, state, kind = lifecycle.enqueue(entry.job, request, tx.time)

@@ -1,6 +1,9 @@
 -- The verbs that change jobs, except `enqueue`. Mirrors storage/local/engine.py.
 
-local REMOVED, ids_from = transaction.REMOVED, transaction.ids_from
+local REMOVED, ids_from, append, enter = transaction.REMOVED, transaction.ids_from, transaction.append, transaction.enter
+local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
+local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
+local record_change = transaction.record_change
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
 local PAGE = 100 -- leases that are read at a time
@@ -21,8 +24,8 @@ local function due(tx, limit)
     local raws, runs = transaction.records(tx.queue, ids)
     for at = 1, #ids do
       local id, member, entry = ids[at], members[at], nil
-      if not fast.is_plain(raws[at], runs[at], index, member) then
-        entry = tx.entries[id] or transaction.enter(tx, id, raws[at], runs[at])
+      if not is_plain(raws[at], runs[at], index, member) then
+        entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
         local stray = entry.damaged or entry.key ~= index or entry.member ~= member
         if stray or misplaced(entry.job, tx.time) then
           wrong[#wrong + 1] = {entry = entry, index = stray and index, member = member}
@@ -47,7 +50,7 @@ local function due_in_place(tx, limit)
       if found_wrong.index then call('ZREM', tx.queue .. found_wrong.index, found_wrong.member) end
       if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
         lifecycle.follow_clock(entry.job, tx.time)
-        transaction.record_change(tx, entry, entry.job)
+        record_change(tx, entry, entry.job)
       elseif entry.job then
         transaction.rewrite(tx, entry)
       end
@@ -83,12 +86,12 @@ function VERBS.claim()
         size = size + #raw - (entry and entry.job.payload_at or record.HEAD_BYTES)
         if #fences > 0 and size > MAX_CALL_BYTES then break end
         if entry then
-          transaction.record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
+          record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
           fence = entry.job.run.fence
         else
-          fence = fast.claim_plain(tx, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
+          fence = claim_plain(tx, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
         end
-        transaction.append(jobs, id, raw)
+        append(jobs, id, raw)
         fences[#fences + 1] = pack(FENCE, fence)
       end
     end
@@ -111,7 +114,7 @@ function REPEATS.claim(reply)
     local id, fence = ids[at], sub(reply[REPLY.FENCES], FENCE_BYTES * (at - 1) + 1, FENCE_BYTES * at)
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
     if raw and run and record.fence_of(run) == fence then
-      transaction.append(jobs, id, raw)
+      append(jobs, id, raw)
       fences[#fences + 1] = fence
     end
   end
@@ -150,7 +153,8 @@ local function read_follow_up(id, packed)
     extension, at = sub(packed, at, at + size - 1), at + size
   end
   return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
-    custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT}
+    custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT,
+    starts_fast = fast.starts(NOW, true, extension ~= '')}
 end
 
 function VERBS.settle()
@@ -162,18 +166,18 @@ function VERBS.settle()
   local raws, runs = transaction.records(QUEUE, ids)
   for at = 1, #ids do
     local id, head = ids[at], ARGS[first + 1]
-    local quickly = not tx.entries[id] and fast.completes(raws[at], runs[at], head, holder)
+    local quickly = not tx.entries[id] and completes(raws[at], runs[at], head, holder)
     local settlement
-    if quickly and fast.leaves_nothing(raws[at], head) then
-      fast.complete_plain(tx, id, raws[at])
+    if quickly and leaves_nothing(raws[at], head) then
+      complete_plain(tx, id, raws[at])
     else
       settlement = read_settlement(head, ARGS[first + 2], ARGS[first + 3])
-      if quickly and fast.complete_remembered(tx, id, raws[at], settlement) then settlement = nil end
+      if quickly and complete_remembered(tx, id, raws[at], settlement) then settlement = nil end
     end
     if not settlement then
       replies[at] = '1'
     else
-      local entry = tx.entries[id] or transaction.enter(tx, id, raws[at], runs[at])
+      local entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
       if lifecycle.holds(entry.job, worker, settlement.fence) then
         local generation = entry.job.generation
         local after, kind, then_kind, outcome = lifecycle.settle(entry.job, settlement, tx.time)
@@ -181,7 +185,7 @@ function VERBS.settle()
           local follow_up_id = id .. '@' .. string.format('%.0f', generation)
           follow_ups[#follow_ups + 1] = read_follow_up(follow_up_id, settlement.follow_up)
         end
-        transaction.record_change(tx, entry, after, kind, then_kind, outcome)
+        record_change(tx, entry, after, kind, then_kind, outcome)
         replies[at] = '1'
       else
         replies[at] = '0'
@@ -216,7 +220,7 @@ function VERBS.extend()
     else
       replies[at] = entry.job.run.cancel_asked and 'c' or 'k'
       lifecycle.extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, tx.now)
-      transaction.record_change(tx, entry, entry.job)
+      record_change(tx, entry, entry.job)
     end
   end
   if tx then transaction.close(tx) end
@@ -230,7 +234,7 @@ function VERBS.cancel()
   local entries = transaction.load(tx, ids)
   for at, id in ipairs(ids) do
     local after, reply, kind, outcome = lifecycle.cancel(entries[id].job, tx.now)
-    transaction.record_change(tx, entries[id], after, kind, nil, outcome)
+    record_change(tx, entries[id], after, kind, nil, outcome)
     replies[at] = reply
   end
   transaction.close(tx)
@@ -245,7 +249,7 @@ function VERBS.keep()
   local entries = transaction.load(tx, ids)
   for at, id in ipairs(ids) do
     replies[at] = lifecycle.keep(entries[id].job, ttl_ms, at_least, CLIENT, tx.now)
-    transaction.record_change(tx, entries[id], entries[id].job)
+    record_change(tx, entries[id], entries[id].job)
   end
   transaction.close(tx)
   return table.concat(replies)
@@ -282,7 +286,7 @@ local function purge_index(tx, index, limit)
     local entry = entries[id]
     if entry.damaged or entry.key ~= index or entry.member ~= members[at] then call('ZREM', key, members[at]) end
     if entry.job and (entry.damaged or entry.key == index) then
-      transaction.record_change(tx, entry, nil, entry.job.outcome and KIND.FORGOTTEN or KIND.PURGED)
+      record_change(tx, entry, nil, entry.job.outcome and KIND.FORGOTTEN or KIND.PURGED)
     end
   end
   return #members
@@ -306,7 +310,7 @@ local function ask_to_cancel(tx, limit)
       local job = entries[id].job
       if asked < limit and job and job.run and not job.run.cancel_asked then
         local after, _, kind = lifecycle.cancel(job, tx.now)
-        transaction.record_change(tx, entries[id], after, kind)
+        record_change(tx, entries[id], after, kind)
         asked = asked + 1
       end
     end
