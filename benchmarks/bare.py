@@ -20,10 +20,10 @@ import hiredis
 
 from holdfast._core.jobs import Complete, Request, new_id
 from holdfast.storage.redis.codec import FENCE, request_args, settlement_args
-from holdfast.storage.redis.script import BODY, Library
+from holdfast.storage.redis.script import SOURCES, Library
 
 QUEUE, WORKER, LEASE_MS = "bench", "bench-worker", 60_000
-LIBRARY = Library(BODY, injected_clock=False)
+LIBRARY = Library(SOURCES, injected_clock=False)
 
 
 class Functions:
@@ -58,8 +58,8 @@ class Functions:
         self._ask("BLPOP", f"{{hf/{QUEUE}}}:wake", seconds)
 
     def _call(self, function: str, verb: str, *args: Any) -> Any:
-        ledger = f"{{hf/{QUEUE}}}:ledger"
-        return self._ask("FCALL", function, 1, ledger, verb, self._client, next(self._numbers), *args)
+        meta = f"{{hf/{QUEUE}}}:meta"
+        return self._ask("FCALL", function, 1, meta, verb, self._client, next(self._numbers), *args)
 
     def _ask(self, *command: Any) -> Any:
         self._socket.sendall(hiredis.pack_command(command))

@@ -57,7 +57,7 @@ async function take(end) { // The bytes up to `end`, which is 1 while they are n
 
 async function call(verb, ...args) {
   numbers[verb] = (numbers[verb] ?? 0) + 1;
-  const command = ["FCALL", name, 1, `${key}:ledger`, verb, client, numbers[verb], ...args];
+  const command = ["FCALL", name, 1, `${key}:meta`, verb, client, numbers[verb], ...args];
   let told = await send(...command);
   if (told instanceof Error && told.message.includes("Function not found")) {
     await send("FUNCTION", "LOAD", library);

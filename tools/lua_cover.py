@@ -1,4 +1,4 @@
-"""Line coverage of queue.lua: which statements did the tests never run?
+"""Line coverage of the Lua files: which statements did the tests never run?
 
     python tools/lua_cover.py [PYTEST ARGUMENT...]
 
@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,14 +110,35 @@ def points(source: str) -> list[Point]:
     return found
 
 
-def counting(source: str, untouched: str) -> str:
-    """The counting build. The text `untouched` is left as it is: someone else replaces it."""
-    start = source.index(untouched)
-    text = source
-    for number, point in reversed(list(enumerate(points(source)))):
-        if not start <= point.at < start + len(untouched):
-            text = f"{text[: point.at]}C({number}) {text[point.at :]}"
-    return COUNTER + text
+class Statement(NamedTuple):
+    """A statement of a file."""
+
+    file: str
+    point: Point
+
+
+def statements(sources: Mapping[str, str], untouched: Mapping[str, str]) -> list[Statement]:
+    """Every statement of every file, in the order of their numbers. The text `untouched` of a file is left out, because
+    script.py replaces it."""
+    found: list[Statement] = []
+    for file, source in sources.items():
+        start, end = -1, -1
+        if file in untouched:
+            start = source.index(untouched[file])
+            end = start + len(untouched[file])
+        found += [Statement(file, point) for point in points(source) if not start <= point.at < end]
+    return found
+
+
+def counting(sources: Mapping[str, str], untouched: Mapping[str, str]) -> dict[str, str]:
+    """The counting build."""
+    texts = dict(sources)
+    for number, (file, point) in reversed(list(enumerate(statements(sources, untouched)))):
+        text = texts[file]
+        texts[file] = f"{text[: point.at]}C({number}) {text[point.at :]}"
+    first = next(iter(texts))
+    texts[first] = COUNTER + texts[first]
+    return texts
 
 
 # The plugin
@@ -129,7 +150,7 @@ def pytest_configure(config: Any) -> None:
     from tests import servers
 
     into = Path(os.environ["HOLDFAST_LUA_COVER"])
-    calls.BODY = counting(script.BODY, script.CLOCK)
+    calls.SOURCES = counting(script.SOURCES, {"clock": script.CLOCK, "fast": script.FAST})
     stop = servers.Server.kill
 
     def gather_and_kill(self: servers.Server) -> None:
@@ -166,8 +187,6 @@ def hits(file: Path) -> set[int]:
 
 
 def main() -> int:
-    from holdfast.storage.redis.script import BODY
-
     arguments = sys.argv[1:] or TESTS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "hits"
@@ -177,26 +196,24 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.lua_cover", "-p", "no:cacheprovider"]
         subprocess.run([*command, "--storage", "valkey", *arguments], cwd=ROOT, env=env, check=False)
         hit = hits(file)
-    return report(BODY, hit)
+    return report(hit)
 
 
-def report(source: str, hit: set[int]) -> int:
-    from holdfast.storage.redis.script import CLOCK
+def report(hit: set[int]) -> int:
+    from holdfast.storage.redis.script import CLOCK, FAST, SOURCES
 
-    start = source.index(CLOCK)
-    clock = range(start, start + len(CLOCK))
-    all = {n: point for n, point in enumerate(points(source)) if point.at not in clock}
-    missed = [all[n] for n in sorted(all.keys() - hit)]
-    lines = source.splitlines()
-    for point in missed:
+    found = statements(SOURCES, {"clock": CLOCK, "fast": FAST})
+    missed = [one for number, one in enumerate(found) if number not in hit]
+    for file, point in missed:
+        source = SOURCES[file]
         column = point.at - source.rfind("\n", 0, point.at)
-        rest = lines[point.line - 1][column - 1 :] if not point.leads else lines[point.line - 1].strip()
-        print(f"queue.lua:{point.line}:{column}: {rest}")
-    leading = {point.line for point in all.values()}
-    missed_lines = {point.line for point in missed}
+        line = source.splitlines()[point.line - 1]
+        print(f"{file}.lua:{point.line}:{column}: {line.strip() if point.leads else line[column - 1 :]}")
+    lines = {(file, point.line) for file, point in found}
+    missed_lines = {(file, point.line) for file, point in missed}
     print(
-        f"{len(leading) - len(missed_lines)} of {len(leading)} lines,"
-        f" {len(all) - len(missed)} of {len(all)} statements of queue.lua were run"
+        f"{len(lines) - len(missed_lines)} of {len(lines)} lines,"
+        f" {len(found) - len(missed)} of {len(found)} statements of the Lua files were run"
     )
     return 1 if missed else 0
 

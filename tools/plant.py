@@ -2,9 +2,9 @@
 
     python tools/plant.py [NAME...]
 
-Each bug is an edit of queue.lua or of a file beside it, made in a copy of the tree, with the tests that should catch
-it. Those with the name of a flaw translate one that a predecessor has: docs/seeds.md has the list. Fails if a bug
-survives, if an edit no longer applies, or if a test fails without any bug.
+Each bug is an edit of a Lua file or of a Python file of this storage, made in a copy of the tree, with the tests that
+should catch it. Those with the name of a flaw translate one that a predecessor has: docs/seeds.md has the list. Fails
+if a bug survives, if an edit no longer applies, or if a test fails without any bug.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ BUGS = [
     Bug(
         "F-Q1",
         "an update of a running job puts it back in the line: it runs twice at once",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "  if job.run then return update_running(job, request, time, at) end\n",
         "  if job.run then job.run, job.changed = nil, true end\n",
         (UPDATES,),
@@ -71,7 +71,7 @@ BUGS = [
     Bug(
         "F-Q2",
         "what follows a run is stuck for ever if its update did not take run_at",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "    set_due(promoted, following)\n",
         "    set_due(promoted, following)\n    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
         (UPDATES,),
@@ -79,16 +79,16 @@ BUGS = [
     Bug(
         "F-Q3",
         "a lease without a record makes every sweep raise",
-        "queue.lua",
-        "    if not entry.job or not entry.job.run then\n      mend(books, entry)\n    else",
-        "    if false then\n      mend(books, entry)\n    else",
+        "lua/leases.lua",
+        "    if not entry.job or not entry.job.run then\n      transaction.rewrite(tx, entry)\n    else",
+        "    if false then\n      transaction.rewrite(tx, entry)\n    else",
         (LINES,),
     ),
-    Bug("F-Q8", "whoever asks may settle", "queue.lua", HOLDS, "return job and job.run", (LEASES,)),
+    Bug("F-Q8", "whoever asks may settle", "lua/lifecycle.lua", HOLDS, "return job and job.run", (LEASES,)),
     Bug(
         "F-Q9",
         "a worker that is to go is no longer told so once it announces itself",
-        "queue.lua",
+        "lua/workers.lua",
         "    if expires_at > WALL then evict = asked end",
         "    if expires_at > WALL then evict = 0 end",
         ("test_order", "test_refusals"),
@@ -96,7 +96,7 @@ BUGS = [
     Bug(
         "F-Q10",
         "jobs of one instant go by id, not by arrival",
-        "queue.lua",
+        "lua/transaction.lua",
         "pack('>I8', job.arrival) .. job.id",
         "pack('>I8', 0) .. job.id",
         (ORDER,),
@@ -128,24 +128,24 @@ BUGS = [
     Bug(
         "F-P3",
         "a result's time to live is set on all records of the queue",
-        "queue.lua",
-        "        put(books, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n",
-        "        put(books, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n"
+        "lua/verbs.lua",
+        "        record_change(tx, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n",
+        "        record_change(tx, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n"
         "        call('PEXPIRE', QUEUE .. ':jobs', (settlement.result_ttl_ms or 60000) + 1)\n",
         (REMEMBERING,),
     ),
     Bug(
         "F-P6",
         "a claim takes a job out of the line and does not write the lease",
-        "queue.lua",
-        "  append(list_of(writes, 'runs'), id, pack('<BI8I4I8I2', 0, fence, lease_ms, until_at, #worker) .. worker)\n",
+        "lua/fast.lua",
+        "  append(list_of(writes, 'runs'), id, pack(LEASE, 0, fence, lease_ms, until_at, #worker) .. worker)\n",
         "",
         (LEASES,),
     ),
     Bug(
         "F-P6 b",
         "as above, for a job that ran before",
-        "queue.lua",
+        "lua/transaction.lua",
         "if job.run and job.run.changed then append",
         "if job.run and job.run.changed and entry.ran then append",
         (LEASES,),
@@ -161,7 +161,7 @@ BUGS = [
     Bug(
         "F-P9",
         "a cancelled job stays in the line, and runs beside its successor",
-        "queue.lua",
+        "lua/transaction.lua",
         "if entry.key and (entry.key ~= key or entry.member ~= member) then",
         "if entry.key and key ~= ':cancelled' and (entry.key ~= key or entry.member ~= member) then",
         (TRANSITIONS, "test_seeds_platformatic"),
@@ -169,7 +169,7 @@ BUGS = [
     Bug(
         "F-P13",
         "a worker's earlier lease settles its later one",
-        "queue.lua",
+        "lua/lifecycle.lua",
         HOLDS,
         "return job and job.run and job.run.worker == worker",
         (LEASES,),
@@ -177,7 +177,7 @@ BUGS = [
     Bug(
         "F-P14",
         "stalls are not counted: a poisonous job goes round for ever",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "  job.stalls = job.stalls + 1\n",
         "",
         (LEASES,),
@@ -201,23 +201,23 @@ BUGS = [
     Bug(
         "F-P22",
         "an enqueue does not clear away what is to be forgotten: records pile up",
-        "queue.lua",
-        "  sweep_forgotten(books, FORGET_ON_ENQUEUE)\n",
+        "lua/enqueue.lua",
+        "  transaction.sweep_forgotten(tx, FORGET_ON_ENQUEUE)\n",
         "",
         (REMEMBERING, "test_seeds_platformatic_storage"),
     ),
     Bug(
         "F-P22 b",
         "records are forgotten but not deleted",
-        "queue.lua",
-        "  if writes.gone then call('HDEL', queue .. ':jobs', unpack(writes.gone)) end\n",
+        "lua/transaction.lua",
+        "  if writes.removed then call('HDEL', queue .. ':jobs', unpack(writes.removed)) end\n",
         "",
         (REMEMBERING,),
     ),
     Bug(
         "F-P23",
         "a failed job can be cancelled, and its error is gone",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "  if job.outcome then return job, 'f' end\n  if not job.run then",
         "  if job.outcome and job.outcome.state ~= FAILED then return job, 'f' end\n  if not job.run then",
         (TRANSITIONS, "test_seeds_platformatic"),
@@ -225,15 +225,15 @@ BUGS = [
     Bug(
         "F-M2",
         "a lease has no length before it is first extended: a sweep behind the claim takes it",
-        "queue.lua",
-        "stamp(books.time), books.now + 1000 * lease_ms\n",
-        "stamp(books.time), books.now\n",
+        "lua/fast.lua",
+        "stamp(tx.time), tx.now + 1000 * lease_ms\n",
+        "stamp(tx.time), tx.now\n",
         (WORK_QUEUE,),
     ),
     Bug(
         "F-M2 b",
         "as above, for a job that ran before",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "fence = stamp(time), lease_ms = lease_ms, until_at = ",
         "fence = stamp(time), lease_ms = lease_ms, until_at = 0 * ",
         (LINES,),
@@ -241,7 +241,7 @@ BUGS = [
     Bug(
         "F-M3",
         "a new job gets a record and no place in the line",
-        "queue.lua",
+        "lua/transaction.lua",
         "    if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then\n",
         "    if entry.key and (entry.key ~= key or entry.member ~= member or entry.score ~= score) then\n",
         (WORK_QUEUE,),
@@ -249,7 +249,7 @@ BUGS = [
     Bug(
         "F-M4",
         "who lost its lease completes a job that is back in the line",
-        "queue.lua",
+        "lua/lifecycle.lua",
         HOLDS,
         "return job and (not job.run or job.run.fence == fence and job.run.worker == worker)",
         (LEASES, WORK_QUEUE),
@@ -257,7 +257,7 @@ BUGS = [
     Bug(
         "F-M5",
         "a job that moves within the line is in it twice",
-        "queue.lua",
+        "lua/transaction.lua",
         "if entry.key and (entry.key ~= key or entry.member ~= member) then",
         "if entry.key and entry.key ~= key then",
         (UPDATES,),
@@ -265,7 +265,7 @@ BUGS = [
     Bug(
         "F-M6",
         "an earlier holder completes the lease of the present one",
-        "queue.lua",
+        "lua/lifecycle.lua",
         HOLDS,
         "return job and job.run and job.run.fence >= fence",
         (LEASES,),
@@ -273,7 +273,7 @@ BUGS = [
     Bug(
         "F-W1",
         "sweeping one worker takes back the leases of all",
-        "queue.lua",
+        "lua/leases.lua",
         "      if ok and run.worker == worker and #found < limit then",
         "      if ok and #found < limit then",
         (LEASES,),
@@ -281,7 +281,7 @@ BUGS = [
     Bug(
         "F-W2",
         "a job that is given back goes to the end of the line",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "  if settlement.kind == RELEASE then ",
         "  if settlement.kind == RELEASE then job.arrival, job.run_at = stamp(time), now ",
         (LEASES,),
@@ -289,7 +289,7 @@ BUGS = [
     Bug(
         "F-W6",
         "the id of a cancelled job is taken for ever",
-        "queue.lua",
+        "lua/lifecycle.lua",
         "  if job.outcome then return enqueue_on_finished(job, request, time, at) end\n",
         "  if job.outcome and job.outcome.state == CANCELLED then return job, DUPLICATE, job.generation, 5 end\n"
         "  if job.outcome then return enqueue_on_finished(job, request, time, at) end\n",
@@ -299,7 +299,7 @@ BUGS = [
     Bug(
         "number not compared",
         "a call whose reply was lost is made twice",
-        "queue.lua",
+        "lua/calls.lua",
         "    if number == last then\n",
         "    if false then\n",
         (CALLS, CRASHES),
@@ -307,15 +307,15 @@ BUGS = [
     Bug(
         "reply not kept",
         "as above: nothing is known of the first call",
-        "queue.lua",
-        "  call('SET', key, pack('<I8', number)",
-        "  local _ = select('#', key, pack('<I8', number)",
+        "lua/calls.lua",
+        "  call('SET', key, pack(NUMBER, number)",
+        "  local _ = select('#', key, pack(NUMBER, number)",
         (CALLS, CRASHES),
     ),
     Bug(
         "lower number accepted",
         "a late first copy is made after what came after it",
-        "queue.lua",
+        "lua/calls.lua",
         "    if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end\n",
         "",
         (CALLS, CRASHES),
@@ -323,15 +323,15 @@ BUGS = [
     Bug(
         "fence of a repeated claim not compared",
         "a repeated claim gives leases that others hold by now",
-        "queue.lua",
-        "    if raw and run and sub(run, 2, 9) == fence then\n",
+        "lua/verbs.lua",
+        "    if raw and run and record.fence_of(run) == fence then\n",
         "    if raw and run then\n",
         (CALLS, CRASHES),
     ),
     Bug(
         "calls are kept for ever",
         "every client that ever was leaves keys behind",
-        "queue.lua",
+        "lua/calls.lua",
         ", 'PX', CALL_KEPT_MS)",
         ")",
         (LEASES,),
@@ -339,7 +339,7 @@ BUGS = [
     Bug(
         "floors are kept for ever",
         "every queue that ever was leaves a key behind",
-        "queue.lua",
+        "lua/verbs.lua",
         ", 'PX', FLOOR_KEPT_MS)",
         ")",
         (REMEMBERING, ORDER, TRANSITIONS, "test_plans", "test_refusals"),
@@ -384,7 +384,7 @@ BUGS = [
     Bug(
         "no allow-oom",
         "a full server can not be drained",
-        "queue.lua",
+        "script.py",
         ", flags = {'allow-oom'}}",
         "}",
         (CALLS,),
@@ -392,9 +392,9 @@ BUGS = [
     Bug(
         "enqueue with allow-oom",
         "a full server takes jobs until it dies",
-        "queue.lua",
-        "{function_name = NAME .. '_enqueue', callback = run}",
-        "{function_name = NAME .. '_enqueue', callback = run, flags = {'allow-oom'}}",
+        "script.py",
+        "{function_name = NAME .. '_enqueue', callback = calls.run}",
+        "{function_name = NAME .. '_enqueue', callback = calls.run, flags = {'allow-oom'}}",
         (CALLS,),
     ),
     Bug(
@@ -434,39 +434,39 @@ BUGS = [
     Bug(
         "plain: fence not compared",
         "a worker's earlier lease completes its later one, if nothing is to be remembered",
-        "queue.lua",
-        " and sub(head, 2, 9) == sub(run, 2, 9)",
+        "lua/fast.lua",
+        "    and sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) == sub(run, FENCE_AT, FENCE_END)\n",
         "",
         (LEASES, WORK_QUEUE, LINES),
     ),
     Bug(
         "plain: worker not compared",
         "whoever knows the fence completes a job, if nothing is to be remembered",
-        "queue.lua",
-        " and sub(run, 22, 21 + #holder) == holder",
+        "lua/fast.lua",
+        "    and sub(run, HOLDER_AT, HOLDER_AT - 1 + #holder) == holder\n",
         "",
         (LEASES, WORK_QUEUE, LINES),
     ),
     Bug(
         "plain: next not looked for",
         "an update that arrived during the run is lost",
-        "queue.lua",
-        " and band(byte(run, 1), NEXT) == 0",
+        "lua/fast.lua",
+        " and band(byte(run), NEXT) == 0",
         "",
         (UPDATES, TRANSITIONS, LINES),
     ),
     Bug(
         "plain: time to live not looked at",
         "results are not remembered",
-        "queue.lua",
-        " and sub(head, 10, 25) == NO_TTLS",
+        "lua/fast.lua",
+        " and sub(head, LENGTHS_AT, LENGTHS_END) == NO_TTLS",
         "",
         (REMEMBERING,),
     ),
     Bug(
         "plain: claimed and still in the line",
         "a job is leased twice",
-        "queue.lua",
+        "lua/fast.lua",
         "  append(list_of(writes.zrem, index), member)\n",
         "",
         (LEASES,),
@@ -474,15 +474,15 @@ BUGS = [
     Bug(
         "plain: long records",
         "counts and waiters of a record are passed over",
-        "queue.lua",
-        "PLAIN[flags] = flags % 2 == 0 and LIVE[flags]",
+        "lua/fast.lua",
+        "PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG",
         "PLAIN[flags] = LIVE[flags]",
         (LEASES, WAITERS, REMEMBERING),
     ),
     Bug(
         "plain: enqueue with a waiter",
         "who enqueues and waits is not told",
-        "queue.lua",
+        "lua/fast.lua",
         "if request.keep_ms > 0 then\n    flags = flags + LONG",
         "if false then\n    flags = flags + LONG",
         (WAITERS, REMEMBERING, CALLS),
@@ -490,15 +490,15 @@ BUGS = [
     Bug(
         "plain: enqueue for later",
         "a delay is passed over",
-        "queue.lua",
-        "not met[id] and request.when == NOW and request.payload",
-        "not met[id] and request.payload",
+        "lua/fast.lua",
+        "FAST and when == NOW and has_payload",
+        "FAST and has_payload",
         (ORDER,),
     ),
     Bug(
         "plain: an id twice in one batch",
         "an id is in the line twice",
-        "queue.lua",
+        "lua/enqueue.lua",
         "raws[at] and true or met[id] ~= nil or ",
         "raws[at] and true or ",
         (ORDER, UPDATES, TRANSITIONS),
@@ -506,9 +506,9 @@ BUGS = [
     Bug(
         "quick: a retried job",
         "the count of those that are being retried goes wrong",
-        "queue.lua",
-        " or sub(raw, 39, 42) ~= NO_RETRIES then",
-        " then",
+        "lua/fast.lua",
+        "  if not record.is_unretried(raw) then return false end\n",
+        "",
         (
             LEASES,
             REMEMBERING,
@@ -518,8 +518,8 @@ BUGS = [
     Bug(
         "quick: a stale entry",
         "a job that was put off is claimed at once, by the entry that it had before",
-        "queue.lua",
-        "return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, 8)",
+        "lua/fast.lua",
+        "return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, ARRIVAL_BYTES)",
         "return wall_at == 0",
         (
             UPDATES,
@@ -530,7 +530,7 @@ BUGS = [
     Bug(
         "quick: an absolute time",
         "a job whose wall time was passed over by a clock that stepped back is claimed",
-        "queue.lua",
+        "lua/fast.lua",
         "return wall_at == 0 and pack(",
         "return pack(",
         (CLOCK,),
@@ -538,7 +538,7 @@ BUGS = [
     Bug(
         "quick: a wish to keep it",
         "an outcome is kept for another time than was asked for",
-        "queue.lua",
+        "lua/fast.lua",
         "retries + keep_ms + error_size + previous_size > 0",
         "retries + error_size + previous_size > 0",
         (
@@ -549,7 +549,7 @@ BUGS = [
     Bug(
         "quick: the outcome before",
         "what a generation ended in is lost when the next one ends",
-        "queue.lua",
+        "lua/fast.lua",
         "retries + keep_ms + error_size + previous_size > 0",
         "retries + keep_ms + error_size > 0",
         (
@@ -561,7 +561,7 @@ BUGS = [
     Bug(
         "quick: a run too few",
         "a finished record does not count its last run",
-        "queue.lua",
+        "lua/fast.lua",
         "wall_at, attempts + 1, 0, stalls",
         "wall_at, attempts, 0, stalls",
         (
@@ -573,7 +573,7 @@ BUGS = [
     Bug(
         "quick: options of a finished record",
         "a job that is asked for again has lost its options",
-        "queue.lua",
+        "lua/fast.lua",
         " .. pack('<I4', #packed) .. packed .. terms)",
         " .. pack('<I4', #packed) .. packed)",
         (
@@ -586,33 +586,33 @@ BUGS = [
     Bug(
         "quick: nobody is told",
         "who waits hears nothing of the end",
-        "queue.lua",
-        "note(books, KIND.COMPLETED, id, generation, run_at, waiters, outcome)",
-        "note(books, KIND.COMPLETED, id, generation, run_at, '', outcome)",
+        "lua/fast.lua",
+        "record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)",
+        "record_event(tx, KIND.COMPLETED, id, generation, run_at, '', outcome)",
         (WAITERS,),
     ),
     # Wake-ups, counts, time, lists
     Bug(
         "no token for new work",
         "waiting workers sleep on",
-        "queue.lua",
-        "    if books.ready then wake(books) end\n",
+        "lua/transaction.lua",
+        "    if tx.ready then wake(tx) end\n",
         "",
         (CALLS,),
     ),
     Bug(
         "no token for what a claim leaves",
         "of many due jobs only the first batch is taken at once",
-        "queue.lua",
-        "  if run_at and run_at <= books.now then wake(books) end\n",
+        "lua/verbs.lua",
+        "  if run_at and run_at <= tx.now then transaction.wake(tx) end\n",
         "",
         (CALLS,),
     ),
     Bug(
         "a token for each job",
         "a long line wakes workers as often as it has jobs",
-        "queue.lua",
-        "  if call('LLEN', books.queue .. ':wake') == 0 then ",
+        "lua/transaction.lua",
+        "  if call('LLEN', tx.queue .. ':wake') == 0 then ",
         "  if true then ",
         (CALLS,),
     ),
@@ -627,15 +627,15 @@ BUGS = [
     Bug(
         "totals are not counted",
         "nobody knows what has happened",
-        "queue.lua",
-        "  ledger[TOTALS + kind] = ledger[TOTALS + kind] + 1\n",
+        "lua/transaction.lua",
+        "  meta[TOTALS + kind] = meta[TOTALS + kind] + 1\n",
         "",
         (TRANSITIONS,),
     ),
     Bug(
         "the queue's time is not kept",
         "a clock that steps back takes the queue with it",
-        "queue.lua",
+        "lua/clock.lua",
         "  time[LAST_AT] = max(WALL + time[SKEW], time[LAST_AT])\n",
         "  time[LAST_AT] = WALL + time[SKEW]\n",
         (CLOCK,),
@@ -643,7 +643,7 @@ BUGS = [
     Bug(
         "stamps may be given out twice",
         "two leases within a microsecond have one fence",
-        "queue.lua",
+        "lua/clock.lua",
         "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP] + 1)\n",
         "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP])\n",
         (CLOCK, LEASES),
@@ -651,7 +651,7 @@ BUGS = [
     Bug(
         "a dropped queue forgets its stamps",
         "a queue that is made anew gives out fences that were there before",
-        "queue.lua",
+        "lua/metadata.lua",
         "tonumber(call('GET', queue .. ':floor') or 0)",
         "0",
         (CLOCK, ORDER, REMEMBERING),
@@ -667,23 +667,23 @@ BUGS = [
     Bug(
         "beats without workers",
         "records of workers that are gone pile up",
-        "queue.lua",
-        "    call('HDEL', QUEUE .. ':workers', gone)\n",
+        "lua/workers.lua",
+        "    call('HDEL', QUEUE .. ':workers', expired)\n",
         "",
         (ORDER, "test_refusals", CALLS),
     ),
     Bug(
         "garbled records are not noticed",
         "bytes that are no record become a job",
-        "queue.lua",
-        "  if flags < MARK or flags >= MARK + 32 or priority > 9 or ",
+        "lua/record.lua",
+        "  if band(flags, MARK) ~= MARK or priority > 9 or ",
         "  if ",
         (LINES,),
     ),
     Bug(
         "stamps that no clock has shown",
         "one garbled stamp, and the queue counts on from it",
-        "queue.lua",
+        "lua/record.lua",
         " or max(generation, run_at) > NEVER then",
         " then",
         (LINES,),

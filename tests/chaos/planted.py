@@ -16,7 +16,7 @@ import msgspec
 from tests.chaos.report import Report
 
 ROOT = Path(__file__).parents[2]
-LUA = "storage/redis/queue.lua"
+LUA = "storage/redis/lua"
 
 
 class Edit(NamedTuple):
@@ -37,7 +37,7 @@ BUGS = {
         "valkey",
         (
             Edit(
-                LUA,
+                f"{LUA}/lifecycle.lua",
                 "return job and job.run and job.run.fence == fence and job.run.worker == worker",
                 "return job and job.run",
             ),
@@ -51,7 +51,13 @@ BUGS = {
     "claim reply not kept": Bug(
         "a claim whose reply was lost is carried out again, and what it took first is nobody's",
         "valkey",
-        (Edit(LUA, "  call('SET', key,", "  if verb == 'claim' then return reply end\n  call('SET', key,"),),
+        (
+            Edit(
+                f"{LUA}/calls.lua",
+                "  call('SET', key,",
+                "  if verb == 'claim' then return reply end\n  call('SET', key,",
+            ),
+        ),
     ),
     "beat from the handler's loop": Bug(
         "a handler that blocks its event loop costs the worker its leases",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from holdfast._core import clock, jobs, replies
@@ -24,9 +24,11 @@ TOKEN = re.compile(rb'"token":"(\w+)"')
 T = TypeVar("T")
 
 
-def library_with_a_clock_that_can_be_moved(body: str) -> str:
-    assert script.CLOCK in body
-    return body.replace(script.CLOCK, f"{script.CLOCK} + tonumber(call('GET', '{CLOCK_KEY}') or 0)")
+def sources_with_a_movable_clock(sources: Mapping[str, str]) -> Mapping[str, str]:
+    clock_file = sources["clock"]
+    assert script.CLOCK in clock_file
+    moved = f"{script.CLOCK} + tonumber(call('GET', '{CLOCK_KEY}') or 0)"
+    return {**sources, "clock": clock_file.replace(script.CLOCK, moved)}
 
 
 _installed = False
@@ -37,7 +39,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    calls.BODY = library_with_a_clock_that_can_be_moved(script.BODY)
+    calls.SOURCES = sources_with_a_movable_clock(script.SOURCES)
     shared = SharedClock(os.environ[CLOCK])
     clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
     for name, verb in VERBS.items():

@@ -40,7 +40,7 @@ async def main() -> None:
 asyncio.run(main())
 """
 NEEDED = {
-    "holdfast/storage/redis/queue.lua",
+    "holdfast/storage/redis/lua/keyspace.lua",
     "holdfast/storage/local/sqlite/schema.sql",
     "holdfast/py.typed",
     "holdfast/cli/demo_tasks.py",
@@ -109,7 +109,13 @@ def test_wheel_and_sdist_have_all_files_and_nothing_else(built: Built) -> None:
     assert sorted(line.split(": ")[1].split(">")[0] for line in needs) == ["click", "msgspec"]
     with tarfile.open(built.sdist) as packed:
         parts = {name.split("/", 1)[1] for name in packed.getnames() if "/" in name}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "src/holdfast/storage/redis/queue.lua"} <= parts
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "src/holdfast/storage/redis/lua/keyspace.lua",
+    } <= parts
     unwanted = (".venv", ".git/", ".ruff_cache", ".mypy_cache", ".hypothesis", "dist/", "holdfast.db")
     assert [part for part in parts if part.startswith(unwanted) or "__pycache__" in part] == []
 

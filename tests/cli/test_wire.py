@@ -179,7 +179,7 @@ async def test_calls_as_the_page_spells_them_are_understood_and_repeated_ones_ch
     name = library.partition("\n")[0].removeprefix("#!lua name=")
 
     def call(verb: str, number: int | str, *args: bytes | str, key: str = "{hf/loud}", function: str = name) -> Any:
-        return server.command("FCALL", function, "1", f"{key}:ledger", verb, "twelve-chars", number, *args)
+        return server.command("FCALL", function, "1", f"{key}:meta", verb, "twelve-chars", number, *args)
 
     head = struct.pack("<8BQQ", 5, 1, 1, 0, 0, 0, 0, 0, 0, 0)
     items = ("one", head, "", '{"text": "one"}', "two", head, "", '{"text": "two"}')

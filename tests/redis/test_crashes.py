@@ -14,7 +14,7 @@ from holdfast._core.jobs import Complete, Fail, Job, Request, State, Update, Wor
 from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult
 from holdfast.errors import OptionError
 from holdfast.storage import Settlement, audit, connect
-from holdfast.storage.redis.script import BODY
+from holdfast.storage.redis.script import SOURCES
 from tests.proxy import Exchange, Proxy
 from tests.redis.conftest import applied, call_of, contents, first, is_call, key, lost, namespace_of, opened, until
 from tests.servers import Server, shared
@@ -186,7 +186,7 @@ CASES: dict[str, tuple[str, Prepare, Act]] = {
     "announce and be told": ("announce", to_be_evicted, lambda s: s.storage.announce("w1", {"n": 1}, ttl_ms=9000)),
     "evict": ("evict", announced, lambda s: s.storage.evict("w1")),
     "evict nobody": ("evict", announced, lambda s: s.storage.evict("w2")),
-    "mend": ("mend", unindexed, lambda s: audit(s.storage, "q", repair=True)),
+    "repair": ("repair", unindexed, lambda s: audit(s.storage, "q", repair=True)),
     "recount": ("recount", miscounted, lambda s: audit(s.storage, "q", repair=True)),
 }
 
@@ -468,7 +468,7 @@ async def test_a_repeated_enqueue_finds_a_large_outcome_again(proxy: Proxy, stag
 
 
 def test_no_call_is_repeated_for_longer_than_its_reply_is_kept() -> None:
-    (kept,) = re.findall(r"CALL_KEPT_MS, \w+ = (\d+)", BODY)
+    (kept,) = re.findall(r"CALL_KEPT_MS, \w+ = (\d+)", SOURCES["keyspace"])
     connect(f"redis://127.0.0.1?timeout={int(kept) / 2000}")
     with pytest.raises(OptionError, match="timeout"):
         connect(f"redis://127.0.0.1?timeout={int(kept) / 1000 + 1}")

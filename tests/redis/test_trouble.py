@@ -20,6 +20,7 @@ from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResul
 from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnavailable
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import connection, of_client
+from holdfast.storage.redis.script import LAYOUT
 from tests.proxy import HOST, Exchange, Proxy
 from tests.redis.conftest import contents, first, is_call, key, namespace_of, opened, until
 from tests.servers import Server, free_port
@@ -494,13 +495,23 @@ async def test_a_namespace_of_a_newer_layout_is_refused_and_left_alone(server: S
     assert dump(server, namespace) == before
 
 
+async def test_namespace_of_an_older_layout_is_refused_and_left_alone(server: Server) -> None:
+    namespace = uuid.uuid4().hex
+    server.command("SET", f"{{{namespace}}}:layout", LAYOUT - 1)
+    before = dump(server, namespace)
+    with pytest.raises(StorageUnavailable, match=f"has layout {LAYOUT - 1}, which this Holdfast no longer reads"):
+        async with connect(server.url, namespace=namespace):
+            pass
+    assert dump(server, namespace) == before
+
+
 async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone(server: Server, clone: Stage) -> None:
     storage = clone.storage
     await clone.enqueue("a")
     job = await clone.claim_one()
-    ledger = server.command("GET", key(clone, "ledger"))
-    assert isinstance(ledger, bytes)
-    server.command("SET", key(clone, "ledger"), bytes([ledger[0] + 8]) + ledger[1:] + b"more")
+    meta = server.command("GET", key(clone, "meta"))
+    assert isinstance(meta, bytes)
+    server.command("SET", key(clone, "meta"), bytes([meta[0] + 8]) + meta[1:] + b"more")
     before = dump(server, namespace_of(clone))
     calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
         lambda: clone.enqueue("a"),
@@ -519,7 +530,7 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
         lambda: audit(storage, "q", repair=True),
     ]
     for call in calls:
-        with pytest.raises(LayoutTooNew, match="layout 9"):
+        with pytest.raises(LayoutTooNew, match=f"layout '{LAYOUT + 8}'"):
             await call()
     after = dump(server, namespace_of(clone))
     listed = f"{{{namespace_of(clone)}}}:queues".encode()

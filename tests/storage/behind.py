@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from holdfast._core.extension import pack_extension
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease
 from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
@@ -15,9 +16,9 @@ from holdfast.storage.redis import codec as form
 from holdfast.storage.redis.audit import INDEXES
 from tests import servers
 
-LEDGER = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
+META = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
 TOTALS = struct.Struct(f"<Bqqq BBH q qq {len(form.KINDS)}q")
-"""A ledger up to its totals: the format is at the head of queue.lua. What follows is left as it is."""
+"""The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is left as it is."""
 
 Member = tuple[str, bytes, float]
 """An entry of an index: the index, the member, its score."""
@@ -139,21 +140,21 @@ class RedisSaboteur:
     def garble(self, id: str) -> None:
         self.overwrite(id, self.raw(id)[:7])
 
-    # The ledger
+    # The metadata
 
-    def read_ledger(self) -> dict[str, Any]:
-        packed = self.command("GET", self.key + ":ledger")
+    def read_meta(self) -> dict[str, Any]:
+        packed = self.command("GET", self.key + ":meta")
         assert isinstance(packed, bytes)
         numbers = TOTALS.unpack_from(packed)
-        fields: dict[str, Any] = dict(zip(LEDGER, numbers, strict=False))
-        return {**fields, "totals": numbers[len(LEDGER) :], "rest": packed[TOTALS.size :]}
+        fields: dict[str, Any] = dict(zip(META, numbers, strict=False))
+        return {**fields, "totals": numbers[len(META) :], "rest": packed[TOTALS.size :]}
 
-    def write_ledger(self, fields: dict[str, Any]) -> None:
-        packed = TOTALS.pack(*(fields[name] for name in LEDGER), *fields["totals"])
-        self.command("SET", self.key + ":ledger", packed + fields["rest"])
+    def write_meta(self, fields: dict[str, Any]) -> None:
+        packed = TOTALS.pack(*(fields[name] for name in META), *fields["totals"])
+        self.command("SET", self.key + ":meta", packed + fields["rest"])
 
     def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
-        fields = self.read_ledger()
+        fields = self.read_meta()
         shown = {
             "counts": {name: fields[name] for name in self.counts},
             "totals": dict(zip(form.KINDS, fields["totals"], strict=True)),
@@ -162,11 +163,11 @@ class RedisSaboteur:
         assert shown["counts"].keys() <= self.counts, "the ledger has no such count"
         fields |= shown["counts"]
         fields["totals"] = [shown["totals"][kind] for kind in form.KINDS]
-        self.write_ledger(fields)
+        self.write_meta(fields)
 
 
 def encode(job: Job) -> tuple[bytes, bytes | None]:
-    """A record and its run, as queue.lua writes them: without waiters, and never in the short form."""
+    """A record and its run, as record.lua writes them: without waiters, and never in the short form."""
     previous = b"" if job.previous is None else encode_outcome(job.previous)
     flags = form.MARK | form.LONG | (form.FLAG_CUSTOM_ID if job.custom_id else 0)
     keep = 0 if job.keep_ms is None else job.keep_ms + 1
@@ -179,10 +180,14 @@ def encode(job: Job) -> tuple[bytes, bytes | None]:
         outcome = encode_outcome(job.outcome)
         flags |= form.FLAG_FINISHED
         middle += form._SIZE.pack(len(outcome)) + outcome
-    terms = form.options_of(job.work)
+    terms = form.terms_of(job.work)
     if terms:
         flags |= form.TERMS
         middle += form._SHORT.pack(len(terms)) + terms
+    if job.extension or job.work.extension:
+        extension = pack_extension(job.extension + job.work.extension)
+        flags |= form.EXTENDED
+        middle += form._SIZE.pack(len(extension)) + extension
     if job.work.payload is not None:
         flags |= form.PAYLOAD
     head = form._HEAD.pack(flags, job.work.priority, job.generation, job.run_at)
@@ -214,12 +219,16 @@ def encode_run(run: StoredLease) -> bytes:
 def _encode_next(following: Next) -> bytes:
     work, rule = following.work, following.takes_run_at
     number = int(rule) if isinstance(rule, bool) else form.RULES.index(rule)
-    terms = form.options_of(work)
+    terms, section, takes_payload = form.terms_of(work), b"", int(following.takes_payload)
+    if work.extension:
+        extension = pack_extension(work.extension)
+        takes_payload |= form.EXTENDED
+        section = form._SIZE.pack(len(extension)) + extension
     head = form._NEXT.pack(
         *(following.generation, following.run_at, following.arrival, following.wall_at),
-        *(following.takes_payload, number, following.resets_counts, work.priority, len(terms)),
+        *(takes_payload, number, following.resets_counts, work.priority, len(terms)),
     )
-    return head + terms + (work.payload or b"")
+    return head + terms + section + (work.payload or b"")
 
 
 def _size(value: bytes | None) -> int:

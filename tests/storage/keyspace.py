@@ -1,4 +1,4 @@
-"""What a test leaves on a Redis or Valkey server: every key is of a kind that queue.lua's head names, and has an owner
+"""What a test leaves on a Redis or Valkey server: every key is of a kind that lua/keyspace.lua names, and has an owner
 or expires."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ return reply
 """One round trip, after each of thousands of tests. The server is otherwise empty, so that KEYS is no burden."""
 
 OF_QUEUES = {
-    "ledger": "string",
+    "meta": "string",
     "jobs": "hash",
     "runs": "hash",
     r"w\d": "zset",
@@ -51,16 +51,16 @@ def clear(server: Server, namespace: str) -> list[str]:
         known = {**EXPIRING, **(OF_NAMESPACES if queue is None else OF_QUEUES)}
         form = next((form for form in known if re.fullmatch(form, kind)), None)
         if form is None:
-            wrong.append(f"{key} is of no kind that queue.lua names")
+            wrong.append(f"{key} is of no kind that keyspace.lua names")
         elif known[form] != type.decode():
             wrong.append(f"{key} is a {type.decode()}")
         elif (form in EXPIRING) != (ttl >= 0):
             wrong.append(f"{key} expires" if ttl >= 0 else f"{key} does not expire")
-        elif queue is not None and kind == "ledger":
+        elif queue is not None and kind == "meta":
             owned.add(queue)
         elif queue is not None and form not in EXPIRING:
             keys[key] = queue
-    wrong += [f"{key} is of a queue that has no ledger" for key, queue in keys.items() if queue not in owned]
+    wrong += [f"{key} is of a queue that has no metadata" for key, queue in keys.items() if queue not in owned]
     listed = {name.decode() for name in queues}
     wrong += [f"queue {queue} is not on the list" for queue in owned - listed]
     wrong += [f"worker {worker!r} has no beat, or no record" for worker in set(workers) ^ set(beats)]

@@ -1,5 +1,6 @@
-"""How calls reach queue.lua: numbered, so that a repeated one changes nothing, and together, each caller with its own
-part of the reply. A repetition is made here by sending a number again, as a client does whose reply was lost."""
+"""How calls reach the Lua library: numbered, so that a repeated one changes nothing, and together, each caller with
+its own part of the reply. A repetition is made here by sending a number again, as a client does whose reply was lost.
+"""
 
 from __future__ import annotations
 

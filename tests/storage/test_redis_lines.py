@@ -1,5 +1,5 @@
 """What only records on Redis and Valkey can suffer: bytes that are no record, no lease or no ledger, entries that no
-record answers for, each met by every verb. Together with the rest of the suite this runs every line of queue.lua.
+record answers for, each met by every verb. Together with the rest of the suite this runs every line of the Lua files.
 
 A record is one run of bytes here, so of a garbled one nothing is left, not even its payload.
 """
@@ -18,10 +18,11 @@ from holdfast._core.events import EventKind
 from holdfast._core.jobs import Job, Outcome, State, Update
 from holdfast._core.lifecycle import DAMAGED
 from holdfast._core.replies import KeepResult, Placed, SettleResult
-from holdfast.errors import LayoutTooNew
+from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import audit
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis.codec import waiting_member
+from holdfast.storage.redis.script import LAYOUT
 from tests.storage import keyspace
 from tests.storage.behind import TOTALS, RedisSaboteur
 from tests.storage.harness import Harness
@@ -155,7 +156,7 @@ async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
             await use_every_verb(stage, f"a{at}")
         except Exception as error:
             wedged.append(f"byte {at} of {len(raw)} ^ {flip:#x}: {error!r:.200}")
-        saboteur.command("DEL", *(saboteur.key + end for end in (":jobs", ":runs", ":ledger", *keyspace_indexes())))
+        saboteur.command("DEL", *(saboteur.key + end for end in (":jobs", ":runs", ":meta", *keyspace_indexes())))
     assert wedged == [], "\n".join(wedged)
 
 
@@ -210,7 +211,7 @@ async def test_a_claim_passes_over_records_cut_off_anywhere(stage: Stage, sabote
 async def test_only_the_holder_of_a_lease_completes_it_be_the_job_plain_or_not(
     stage: Stage, ttl: float, retries: int
 ) -> None:
-    """One that runs for the first time, and of which nothing is remembered, has a way of its own through queue.lua."""
+    """One that runs for the first time, and of which nothing is remembered, has a path of its own through fast.lua."""
 
     async def claim() -> Job:
         for _ in range(retries):
@@ -572,11 +573,11 @@ UNREADABLE: list[bytes] = [
     b"\x02",
     b"\xff",
     b"\x00" * 400,
-    b"\xa1",
-    b"\xa1noise",
-    b"\xa1" * 100,
-    b"\xa1" + b"\x00" * (TOTALS.size - 1),
-    b"\xa1" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
+    b"\xa2",
+    b"\xa2noise",
+    b"\xa2" * 100,
+    b"\xa2" + b"\x00" * (TOTALS.size - 1),
+    b"\xa2" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
 ]
 """The first byte has a mark and the layout's number: a later one is left alone."""
 
@@ -593,7 +594,7 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
     await stage.complete(await stage.claim_one())
     saboteur.garble("f")
     before = await stage.stats()
-    saboteur.command("SET", saboteur.key + ":ledger", ledger)
+    saboteur.command("SET", saboteur.key + ":meta", ledger)
     assert "meta" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
     assert replace(await stage.stats(), totals={}) == replace(before, totals={})
     await repair(stage)
@@ -603,7 +604,7 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
 
 async def test_a_verb_that_finds_a_ledger_it_cannot_read_is_not_wedged(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
-    saboteur.command("SET", saboteur.key + ":ledger", b"\x00")
+    saboteur.command("SET", saboteur.key + ":meta", b"\x00")
     await stage.enqueue("b")
     assert (await stage.stats()).ready == 2
     assert await claim_all(stage) == ["a", "b"]
@@ -617,22 +618,25 @@ async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteu
     await stage.fail(jobs[0])
     future = stage.wall(3600)
     saboteur.write("b", replace(saboteur.job("b"), run=replace(jobs[1].run, fence=future)))  # type: ignore[type-var]
-    saboteur.command("SET", saboteur.key + ":ledger", b"\x00")
+    saboteur.command("SET", saboteur.key + ":meta", b"\x00")
     assert (await stage.enqueue("new")).generation > future
     await repair(stage)
 
 
 @pytest.mark.parametrize("verb", ["enqueue", "claim", "get"])
-async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: RedisSaboteur, verb: str) -> None:
+@pytest.mark.parametrize(("change", "error"), [(1, LayoutTooNew), (-1, StorageUnavailable)])
+async def test_queue_of_another_layout_is_refused_and_left_alone(
+    stage: Stage, saboteur: RedisSaboteur, verb: str, change: int, error: type[Exception]
+) -> None:
     await stage.enqueue("a")
-    sound = saboteur.read_ledger()
-    saboteur.write_ledger({**sound, "layout": sound["layout"] + 1})
+    sound = saboteur.read_meta()
+    saboteur.write_meta({**sound, "layout": sound["layout"] + change})
     before = saboteur.contents()
     calls: dict[str, Callable[[], object]] = {"enqueue": stage.enqueue, "claim": stage.claim, "get": stage.get}
-    with pytest.raises(LayoutTooNew, match="layout 2"):
+    with pytest.raises(error, match=f"layout '?{LAYOUT + change}"):
         await calls[verb]()  # type: ignore[misc]
     assert saboteur.contents() == before
-    saboteur.write_ledger(sound)
+    saboteur.write_meta(sound)
 
 
 # Repairs that come too late
@@ -641,19 +645,19 @@ async def test_a_ledger_of_a_later_layout_is_left_alone(stage: Stage, saboteur: 
 async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
     assert isinstance(stage.storage, RedisStorage)
     calls, key = stage.storage._calls, stage.storage._key("never")
-    assert await calls.call(key, "mend", ("record", "a", "", "")) == (0, 0)
+    assert await calls.call(key, "repair", ("record", "a", "", "")) == (0, 0)
     assert await calls.call(key, "recount", (0, 0, 0, 0)) == (0, 0)
 
 
 async def test_counts_are_not_corrected_if_something_has_happened_since(stage: Stage, saboteur: RedisSaboteur) -> None:
     assert isinstance(stage.storage, RedisStorage)
     await stage.enqueue("a")
-    stamp = saboteur.read_ledger()["last_stamp"]
+    stamp = saboteur.read_meta()["last_stamp"]
     await stage.enqueue("b")
-    before = saboteur.read_ledger()
+    before = saboteur.read_meta()
     reply, _ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
     assert reply == 0
-    assert saboteur.read_ledger() == before
+    assert saboteur.read_meta() == before
 
 
 async def test_a_repair_gives_a_record_with_an_outcome_and_a_lease_to_the_outcome(
@@ -699,7 +703,7 @@ async def test_a_worker_record_that_cannot_be_read_hides_no_other_worker(stage: 
         ("{%s/q}:call:123456789012:claim", ("SET", "x")),
         ("{%s/other}:jobs", ("HSET", "id", "x")),
         ("{%s/q}/failed:jobs", ("HSET", "id", "x")),
-        ("{%s/other}:ledger", ("SET", "x")),
+        ("{%s/other}:meta", ("SET", "x")),
         ("{%s}:beats", ("ZADD", "1", "w")),
         ("{%s}:workers", ("HSET", "w", "x")),
         ("{%s}:stray", ("SET", "x")),
@@ -722,7 +726,7 @@ async def test_a_key_without_an_owner_is_noticed_and_gone(
 async def test_jobs_of_a_queue_without_a_ledger_are_noticed(stage: Stage, saboteur: RedisSaboteur) -> None:
     assert isinstance(stage.storage, RedisStorage)
     await stage.enqueue("a")
-    saboteur.command("DEL", f"{saboteur.key}:ledger")
+    saboteur.command("DEL", f"{saboteur.key}:meta")
     wrong = keyspace.clear(saboteur._server, stage.storage.namespace)
     assert len(wrong) == 3, wrong
 
@@ -742,7 +746,7 @@ async def test_a_garbled_record_that_was_replaced_meanwhile_is_left_alone(
     call = stage.storage._calls.call
 
     async def late(key: str, verb: str, *args: Any) -> Any:
-        if verb == "mend":
+        if verb == "repair":
             saboteur.overwrite("a", sound)
         return await call(key, verb, *args)
 

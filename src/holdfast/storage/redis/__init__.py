@@ -1,9 +1,9 @@
-"""Jobs on Redis or Valkey: one script, queue.lua, is the machine; here calls are written and replies are read.
+"""Jobs on Redis or Valkey: the Lua files in lua/ decide and store; this package writes calls and reads replies.
 
-script.py hands the script to a server, calls.py numbers and batches calls, connection.py sends them and reconnects,
-raw.py opens sockets, topology.py knows which server has which keys, urls.py reads URLs and clients, pipelines.py puts
-commands into pipelines of callers, notify.py receives messages and wake tokens, codec.py knows the bytes, pages.py and
-stats.py read, audit.py checks.
+script.py joins the Lua files, calls.py numbers and batches calls, connection.py sends them and reconnects, raw.py opens
+sockets, topology.py finds the server of a key, urls.py reads URLs and clients, notify.py receives messages and wake
+tokens, codec.py knows the stored bytes, reads.py has the reading verbs, audit.py checks, server_info.py describes the
+server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from holdfast._core import lifecycle
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind, Events, Topic
 from holdfast._core.jobs import Fail, Job, LeaseRef, Release, Request, Settlement, State, StoredLease
@@ -37,10 +36,11 @@ from holdfast._core.replies import (
     WorkerCommands,
     WorkerFacts,
 )
-from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
-from holdfast.storage.local.views import as_read, listed, read_cursor, write_cursor
+from holdfast.storage.local.views import as_read
+from holdfast.storage.redis import reads, server_info
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import (
@@ -56,11 +56,8 @@ from holdfast.storage.redis.codec import (
     settlement_args,
 )
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
-from holdfast.storage.redis.pages import indexes_of, job_or_damaged, read_page, score_and_member
-from holdfast.storage.redis.pipelines import pipeline_for
 from holdfast.storage.redis.raw import Argument, Reply
-from holdfast.storage.redis.script import LAYOUT
-from holdfast.storage.redis.stats import queue_stats, worker_stats
+from holdfast.storage.redis.script import LAYOUT, layout_error, pipeline_for
 from holdfast.storage.redis.topology import Servers
 from holdfast.storage.redis.urls import servers_from_client, servers_from_url
 from holdfast.storage.subscriptions import RemoteSubscription
@@ -73,8 +70,8 @@ TIMEOUT_S = 10.0
 MAX_TIMEOUT_S = 300.0
 """A reply is kept for ten minutes: who repeated a call for longer could repeat what it did."""
 CLIENT_BYTES = 9
-"""Of randomness in a client's name, which has 12 characters: queue.lua cuts lists of waiters there."""
-OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
+"""Random bytes in a client's name, which has 12 characters: transaction.lua cuts lists of waiters there."""
+
 
 _CANCELLED = dict(
     zip(b"cafm", (CancelResult.CANCELLED, CancelResult.ASKED, CancelResult.FINISHED, CancelResult.MISSING), strict=True)
@@ -86,22 +83,6 @@ _READY = ord("1")
 """One character per item in a reply."""
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def _info(reply: bytes) -> dict[str, str]:
-    return dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
-
-
-def durability(info: dict[str, str], fsync: str) -> tuple[str, list[str]]:
-    """What a server keeps, and what to do about it."""
-    if info.get("aof_enabled") != "1":
-        advice = "the server keeps snapshots at most: set `appendonly yes`, or a kill of it loses minutes, or all"
-        return "a kill of the server loses what came after its last snapshot, or all", [advice]
-    if fsync == "always":
-        return "everything acknowledged survives a kill, and a power cut if the disk keeps its word", []
-    if fsync == "everysec":
-        return "everything acknowledged survives a kill; a power cut costs a second or two", []
-    return f"everything acknowledged survives a kill; appendfsync is {fsync or 'not told'}", []
 
 
 class RedisStorage(Storage):
@@ -130,40 +111,14 @@ class RedisStorage(Storage):
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
-        self._says_where = logging.INFO
+        self._log_level = logging.INFO
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
 
     async def _about(self) -> StorageInfo:
         self._check_open()
-        info = _info(await self._calls.command(self._name(), "INFO", "server", "memory", "persistence", "replication"))
-        seconds, micros = await self._calls.command(self._name(), "TIME")
-        kind = "valkey" if "valkey_version" in info else "redis"
-        fsync = await self._setting("appendfsync") if info.get("aof_enabled") == "1" else ""
-        keeps, warnings = durability(info, fsync)
-        facts = {
-            "release": f"{kind} {info.get(f'{kind}_version', '?')}",
-            "layout": str(LAYOUT),
-            "eviction": info.get("maxmemory_policy", "?"),
-            "memory": f"{info.get('used_memory_human', '?')} of {info.get('maxmemory_human', '?')}".replace(
-                "of 0B", "(no limit)"
-            ),
-            "replicas": info.get("connected_slaves", "0"),
-        }
-        if info.get("maxmemory_policy", "noeviction") != "noeviction":
-            warnings.append(f"maxmemory-policy is {info['maxmemory_policy']}: jobs are deleted when memory is short")
-        if info.get("role") == "slave":
-            warnings.append("this is a replica: it takes no jobs")
-        return StorageInfo(self._servers.name, int(seconds) * 1_000_000 + int(micros), keeps, facts, warnings)
-
-    async def _setting(self, name: str) -> str:
-        """A setting of the server; nothing if it does not say."""
-        try:
-            reply: list[bytes] = await self._calls.command(self._name(), "CONFIG", "GET", name)
-        except StorageUnavailable:
-            return ""
-        return reply[1].decode() if len(reply) == 2 else ""
+        return await server_info.describe(self._calls, self._name(), self._servers.name)
 
     def clone(self) -> RedisStorage:
         clone = RedisStorage(
@@ -174,14 +129,16 @@ class RedisStorage(Storage):
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
         )
-        clone._says_where = logging.DEBUG  # It was said once.
+        clone._log_level = logging.DEBUG  # The first storage has logged it.
         return clone
 
     async def _open(self) -> None:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
         try:
-            await self._check_server()
+            await server_info.check(
+                self._calls, self._name(), self._servers.name, self._allow_eviction, self._log_level
+            )
             await self._check_layout()
         except BaseException:
             await self._close()
@@ -196,35 +153,10 @@ class RedisStorage(Storage):
         await self._calls.close()
         await self._servers.close()
 
-    async def _check_server(self) -> None:
-        try:
-            reply: bytes = await self._calls.command(self._name(), "INFO", "server", "memory")
-        except StorageUnavailable as error:
-            if "NOPERM" not in str(error):
-                raise
-            log.warning("%s does not let us see its version and its maxmemory-policy: %s", self._servers.name, error)
-            return
-        info = _info(reply)
-        kind = "valkey" if "valkey_version" in info else "redis"
-        version = info.get(f"{kind}_version", "0")
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST[kind]:
-            oldest = ".".join(map(str, OLDEST[kind]))
-            raise StorageUnavailable(f"{self._servers.name} is {kind} {version}: Holdfast needs {oldest} or newer")
-        policy = info.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction" and not self._allow_eviction:
-            raise StorageUnavailable(
-                f"{self._servers.name} has maxmemory-policy {policy}, which deletes jobs when memory is short:"
-                " set it to noeviction, or add ?eviction=allow to the URL if you can lose them"
-            )
-        log.log(self._says_where, "jobs are in %s, %s %s", self._servers.name, kind, version)
-
     async def _check_layout(self) -> None:
         found: bytes = await self._calls.read(self._name(), "layout", LAYOUT)
-        if not found.isdigit() or int(found) > LAYOUT:
-            raise LayoutTooNew(
-                f"namespace {self.namespace} of {self._servers.name} has layout {found.decode(errors='replace')!r:.20},"
-                f" this Holdfast reads up to {LAYOUT}: upgrade it here, or use another namespace"
-            )
+        if found != str(LAYOUT).encode():
+            raise layout_error(f"namespace {self.namespace} of {self._servers.name}", found.decode(errors="replace"))
 
     def _name(self) -> str:
         """The key of what the whole namespace shares."""
@@ -283,7 +215,7 @@ class RedisStorage(Storage):
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
         pipeline = pipeline_for(transaction, self._servers)
         items = [arg for request in jobs for arg in request_args(request)]
-        pipeline.execute_command(*self._calls.enqueue_alone(self._key(queue), self._name(), queue, items))
+        pipeline.execute_command(*self._calls.enqueue_in_multi(self._key(queue), self._name(), queue, items))
         return [None] * len(jobs)
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
@@ -312,7 +244,7 @@ class RedisStorage(Storage):
             except UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
-            await self._calls.call(self._key(queue), "mend", tuple(garbled))
+            await self._calls.call(self._key(queue), "repair", tuple(garbled))
         return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
@@ -421,36 +353,21 @@ class RedisStorage(Storage):
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         self._check_open()
-        keys = [id_bytes(id) for id in ids]
-        now, skew, raws, runs = await self._calls.read(self._key(queue), "get", *keys)
-        time = QueueTime(now, skew=skew)
-        jobs = [job_or_damaged(id, raw, run, now) for id, raw, run in zip(keys, raws, runs, strict=True)]
-        return [None if job is None or lifecycle.forgotten(job, now) else as_read(job, time) for job in jobs]
+        return await reads.read_jobs(self._calls, self._key(queue), ids)
 
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
         self._check_open()
-        states, start = read_cursor(state, after)
-        indexes = indexes_of(states, start)
-        page = await read_page(self._calls, self._key(queue), indexes, score_and_member(start), limit + 1)
-        time = QueueTime(page.now, skew=page.skew)
-        jobs = [job_or_damaged(entry.id, entry.raw, entry.run, page.now) for entry in page.entries]
-        end: str | None = None
-        if len(jobs) > limit:
-            last, following = page.entries[limit - 1 : limit + 1]
-            place = (last.key, last.id) if last.state is following.state else None
-            end = write_cursor(state, following.state, place)
-        return Page(listed([job for job in jobs[:limit] if job is not None], time), end)
+        return await reads.scan(self._calls, self._key(queue), state, after, limit)
 
     async def _snapshot(self) -> Snapshot:
         self._check_open()
         key = f"{self._name()}:queues"
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
         queues = sorted(name.decode() for name in names)
-        now, flat = await self._calls.read(self._name(), "workers")
-        workers = sorted(worker_stats(flat, now), key=lambda worker: worker.worker)
-        replies = await asyncio.gather(*(self._calls.read(self._key(queue), "stats") for queue in queues))
-        stats = [queue_stats(queue, reply, workers) for queue, reply in zip(queues, replies, strict=True) if reply]
-        return Snapshot(now, stats, workers)
+        now, workers = await reads.read_workers(self._calls, self._name())
+        replies = await asyncio.gather(*(reads.read_stats(self._calls, self._key(queue)) for queue in queues))
+        found = [(queue, reply) for queue, reply in zip(queues, replies, strict=True) if reply is not None]
+        return Snapshot(now, [reads.queue_stats(queue, reply, workers) for queue, reply in found], workers)
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
         self._check_open()

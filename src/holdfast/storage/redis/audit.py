@@ -7,20 +7,18 @@ carries them, with the last stamp of the queue when it began.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job
+from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
 from holdfast.storage.local.audit import compare_counts, examine
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
-from holdfast.storage.redis.pages import Entry, read_page
 from holdfast.storage.redis.raw import Argument
+from holdfast.storage.redis.reads import Entry, read_page, read_stats
 from holdfast.storage.validation import clean_id
 
 PAGE = 200
@@ -45,7 +43,7 @@ class _Cursor(msgspec.Struct, array_like=True):
     found: int = 0
     """Problems so far."""
     passes: int = 0
-    """How often all of it was gone through: after records were mended it is counted anew."""
+    """How often the whole queue was read: after a repair of records the counting begins again."""
 
 
 class Audit:
@@ -58,22 +56,22 @@ class Audit:
 
     async def step(self, dry_run: bool, cursor: str | None) -> Repaired:
         at = _Cursor() if cursor is None else _read(cursor)
-        stats = await self._calls.read(self._key, "stats")
-        if not stats:
+        stats = await read_stats(self._calls, self._key)
+        if stats is None:
             return Repaired([], 0, None)
         if at.version < 0:
-            at.version = _version(stats)
+            at.version = stats.version
         problems: list[Problem] = []
         mends: list[Argument] = []
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
-            scans = at_end and (stats[12] != at.entries or stats[13] != stats[4][0])
+            scans = at_end and (stats.records != at.entries or stats.leases != stats.size_of(State.RUNNING))
             at.scanned = "0" if scans else ""
         else:
             checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
             scans = not at_end
         if mends and not dry_run:
-            await self._calls.call(self._key, "mend", tuple(mends))
+            await self._calls.call(self._key, "repair", tuple(mends))
         at.found += len(problems)
         if scans or not at_end:
             return Repaired(problems, checked, _write(at))
@@ -125,26 +123,20 @@ class Audit:
 
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
         """Do the counts match the records, and do the totals add up? Where not, the records are right."""
-        stats = await self._calls.read(self._key, "stats")
-        if not stats or _version(stats) != at.version:
+        stats = await read_stats(self._calls, self._key)
+        if stats is None or stats.version != at.version:
             return []
         problems, missing = compare_counts(
             self._queue,
-            dict(zip(VIEWS, stats[6:8], strict=True)),
+            {"retrying": stats.retrying, "deferred": stats.deferred},
             at.counts,
-            dict(zip(KINDS, stats[10], strict=True)),
-            rebuilt=bool(stats[11]),
+            dict(zip(KINDS, stats.totals, strict=True)),
+            rebuilt=bool(stats.rebuilt),
         )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]
             await self._calls.call(self._key, "recount", (at.version, *views, missing))
         return problems
-
-
-def _version(stats: list[Any]) -> int:
-    """A number that rises with all that happens: a request or a lease takes a stamp, and every event is counted."""
-    version: int = stats[14] + sum(stats[10])
-    return version
 
 
 def _write(at: _Cursor) -> str:

@@ -1,4 +1,4 @@
-"""Calls of queue.lua: numbered, in order, and joined where several callers make the same call.
+"""Calls of the Lua library: numbered, in order, and joined where several callers make the same call.
 
 With nothing in flight, a call is sent at once. Calls that come meanwhile wait, and go as one batch per verb when the
 reply has arrived. Their order is kept, per queue and across verbs (unless the server refuses one call and takes the
@@ -14,9 +14,9 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from holdfast._core.clock import Clock
-from holdfast.errors import HoldfastError, LayoutTooNew, StorageFull, StorageUnavailable
+from holdfast.errors import HoldfastError, StorageFull, StorageUnavailable
 from holdfast.storage.redis.raw import Argument, Deliver, Reply, ServerError
-from holdfast.storage.redis.script import BODY, LAYOUT, Library
+from holdfast.storage.redis.script import SOURCES, Library, layout_error
 from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
@@ -26,11 +26,11 @@ REPEATED = frozenset({"claim", "settle"})
 """Verbs whose callers repeat a call that got no answer. A second enqueue may be meant as another one, and the answer to
 an earlier `extend` says nothing about now."""
 KEYS = (
-    *(":ledger", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
+    *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
     *(":workers", ":beats", ":queues", ":layout"),
 )
-"""What the keys of a queue, or of what a namespace shares, end in. queue.lua says what they are."""
+"""What the keys of a queue, or of what a namespace shares, end in. lua/keyspace.lua describes them."""
 
 
 class PendingCall:
@@ -133,7 +133,7 @@ class Calls:
         self._client = client
         self._clock = clock
         self._timeout_s = timeout_s
-        self._library = Library(BODY, clock is not None)
+        self._library = Library(SOURCES, clock is not None)
         self._queues: dict[str, CallQueue] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
@@ -187,7 +187,7 @@ class Calls:
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
-        keys = self._keys(key, verb) if self._servers.clustered else (key + ":ledger",)
+        keys = self._keys(key, verb) if self._servers.clustered else (key + ":meta",)
         clock = () if self._clock is None else (self._clock.now_us(),)
         return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
 
@@ -196,12 +196,12 @@ class Calls:
         bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
         return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
-    def enqueue_alone(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
+    def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
         """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
-        keys = (f"{key}:ledger", f"{shared}:queues")
+        keys = (f"{key}:meta", f"{shared}:queues")
         words = (queue, "enqueue", self._client, "")
         clock = () if self._clock is None else (self._clock.now_us(),)
-        return ("EVAL", self._library.enqueue_alone, len(keys), *keys, *words, *items, *clock)
+        return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words, *items, *clock)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, also if the key moves meanwhile."""
@@ -259,10 +259,7 @@ def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
                 f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
             )
         case "HOLDFAST_LAYOUT":
-            return LayoutTooNew(
-                f"{name} has a queue with layout {str(error).split()[1]}, this Holdfast reads up to {LAYOUT}:"
-                " upgrade it here, or use another namespace"
-            )
+            return layout_error(f"a queue of {name}", str(error).split()[1])
         case "HOLDFAST_SUPERSEDED":
             return StorageUnavailable(
                 f"a later call of this client reached {name} first: is it shared between processes?"

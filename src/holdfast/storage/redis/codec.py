@@ -1,15 +1,17 @@
-"""Records as queue.lua keeps them, and what is said to it: the format is at the head of that file."""
+"""Records as record.lua stores them, and the arguments of calls. The formats are at the head of lua/keyspace.lua."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from holdfast._core.events import Event, EventKind
+from holdfast._core.extension import FIRST_WORK_TAG, Extension, pack_extension, unpack_extension
 from holdfast._core.jobs import (
     CodecName,
     Complete,
@@ -35,15 +37,17 @@ from holdfast.storage.validation import clean_id, id_bytes
 STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
 KINDS = tuple(EventKind)
-"""queue.lua counts all three of these from 1."""
+"""The Lua files number the members of these three tuples from 1."""
+INDEXED_STATES = (State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
+"""The states with one index each, in the order of the replies."""
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
 COUNTS = ("retries", "stalls", "timeouts")
 NOW, DELAY, WALL_TIME = range(3)
 
-MARK, LONG, FLAG_CUSTOM_ID, PAYLOAD, FLAG_FINISHED, TERMS = 160, 1, 2, 4, 8, 16
+MARK, LONG, FLAG_CUSTOM_ID, PAYLOAD, FLAG_FINISHED, TERMS, EXTENDED = 160, 1, 2, 4, 8, 16, 64
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
 PLAIN = MARK | FLAG_CUSTOM_ID | PAYLOAD
-"""What most records have: an id that somebody chose or not, a payload, and nothing else."""
+"""The flags of most records: a payload, an id that its caller chose (or not), and nothing else."""
 
 _HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")
@@ -58,12 +62,14 @@ _SETTLEMENT = struct.Struct("<BQQQBB")
 _FOLLOW_UP = struct.Struct("<BH")
 _EVENT = struct.Struct("<BQQII")
 _ARRIVAL = struct.Struct(">Q")
+ANNOUNCED = struct.Struct("<QQB")
+"""beat_at, expires_at, evict_asked: the facts of the worker follow."""
 ENQUEUED = struct.Struct("<BBQ")
 FENCE = struct.Struct("<Q")
 
 
 class _WorkOptions(Value, frozen=True):
-    """The options of a `Work` that only clients read."""
+    """The options of a `Work` that only clients read: fields of `Work`, by name."""
 
     codec: CodecName
     timeout_ms: Ms | None
@@ -72,6 +78,9 @@ class _WorkOptions(Value, frozen=True):
     max_timeouts: Limit | None
     dedup_ttl_ms: Ms | None
 
+
+_options_of = attrgetter(*_WorkOptions.__struct_fields__)
+_NO_OPTIONS = _options_of(Work(None))
 
 _encode_terms = msgspec.msgpack.Encoder().encode
 _decode_terms = msgspec.msgpack.Decoder(_WorkOptions).decode
@@ -88,39 +97,40 @@ class Garbled(ValueError):
 
 
 @lru_cache(maxsize=256)
-def _terms(codec: str, numbers: tuple[int | None, ...], result_ttl_ms: int | None) -> bytes:
-    if codec == "json" and result_ttl_ms is None and not any(number is not None for number in numbers):
+def _terms(options: tuple[str | int | None, ...], result_ttl_ms: int | None) -> bytes:
+    if result_ttl_ms is None and options == _NO_OPTIONS:
         return b""
-    return _TTL.pack(0 if result_ttl_ms is None else result_ttl_ms + 1) + _encode_terms((codec, *numbers))
+    return _TTL.pack(0 if result_ttl_ms is None else result_ttl_ms + 1) + _encode_terms(options)
 
 
-def options_of(work: Work) -> bytes:
-    numbers = (work.timeout_ms, work.max_retries, work.max_stalls, work.max_timeouts, work.dedup_ttl_ms)
-    return _terms(work.codec, numbers, work.result_ttl_ms)
+def terms_of(work: Work) -> bytes:
+    """The options of a work as a record has them: empty if all are the defaults."""
+    return _terms(_options_of(work), work.result_ttl_ms)
 
 
-def _work_of(payload: bytes | None, priority: int, options: bytes) -> Work:
-    if not options:
-        return Work(payload, priority=priority)
-    (ttl,) = _TTL.unpack_from(options)
-    rest = _decode_terms(options[_TTL.size :])
-    return Work(
-        payload,
-        rest.codec,
-        priority,
-        rest.timeout_ms,
-        rest.max_retries,
-        rest.max_stalls,
-        rest.max_timeouts,
-        ttl - 1 if ttl else None,
-        rest.dedup_ttl_ms,
-    )
+def _work_of(payload: bytes | None, priority: int, terms: bytes, extension: Extension = ()) -> Work:
+    if not terms:
+        return Work(payload, priority=priority, extension=extension)
+    (ttl,) = _TTL.unpack_from(terms)
+    options = msgspec.structs.asdict(_decode_terms(terms[_TTL.size :]))
+    return Work(payload, priority=priority, result_ttl_ms=ttl - 1 if ttl else None, extension=extension, **options)
+
+
+def _extension_at(raw: bytes, at: int) -> tuple[Extension, Extension, int]:
+    """The section of a record or a `next`: the entries of the job, those of the work, and where the section ends."""
+    (size,) = _SIZE.unpack_from(raw, at)
+    at += _SIZE.size
+    if at + size > len(raw):
+        raise Garbled("shorter than it says")
+    entries = unpack_extension(raw[at : at + size])
+    split = next((n for n, (tag, _) in enumerate(entries) if tag >= FIRST_WORK_TAG), len(entries))
+    return entries[:split], entries[split:], at + size
 
 
 def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
     flags, priority, generation, run_at = _HEAD.unpack_from(raw)
-    if flags & 224 != MARK or priority > 9:
+    if flags & MARK != MARK or priority > 9:
         raise Garbled("no mark of a record")
     at = _HEAD.size
     if flags | FLAG_CUSTOM_ID == PLAIN and generation <= LAST and run_at <= LAST:
@@ -147,19 +157,23 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
         at += _SIZE.size
         outcome = decode_outcome(raw[at : at + size])
         at += size
-    options = b""
+    terms = b""
     if flags & TERMS:
         (size,) = _SHORT.unpack_from(raw, at)
         at += _SHORT.size
-        options = raw[at : at + size]
+        terms = raw[at : at + size]
         at += size
+    of_job: Extension = ()
+    of_work: Extension = ()
+    if flags & EXTENDED:
+        of_job, of_work, at = _extension_at(raw, at)
     if at > len(raw):
         raise Garbled("shorter than it says")
     _check_times(generation, run_at, arrival, wall_at, keep, keep_until_at)
     payload = raw[at:] if flags & PAYLOAD else None
     return Job(
         clean_id(id),
-        _work_of(payload, priority, options),
+        _work_of(payload, priority, terms, of_work),
         generation,
         run_at,
         arrival,
@@ -175,6 +189,7 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
         previous,
         keep - 1 if keep else None,
         keep_until_at,
+        of_job,
     )
 
 
@@ -228,8 +243,15 @@ def _decode_next(packed: bytes, at: int) -> Next:
     _check_times(generation, run_at, arrival, wall_at)
     if at + size > len(packed) or priority > 9:
         raise Garbled("shorter than it says")
-    work = _work_of(packed[at + size :], priority, packed[at : at + size])
-    return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload), RULES[rule], bool(resets))
+    terms = packed[at : at + size]
+    at += size
+    extension: Extension = ()
+    if takes_payload & EXTENDED:
+        of_job, extension, at = _extension_at(packed, at)
+        if of_job:
+            raise Garbled("a request has entries of a job")
+    work = _work_of(packed[at:], priority, terms, extension)
+    return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload & 1), RULES[rule], bool(resets))
 
 
 def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
@@ -242,11 +264,15 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
     else:
         when, at = NOW, 0
     updates, payload, rule, resets = _update(update)
+    has_payload, terms = int(work.payload is not None), terms_of(work)
+    if work.extension:
+        has_payload |= EXTENDED
+        terms = _SHORT.pack(len(terms)) + terms + pack_extension(work.extension)
     head = _REQUEST.pack(
-        *(work.priority, work.payload is not None, request.custom_id, updates, payload, rule, resets, when),
+        *(work.priority, has_payload, request.custom_id, updates, payload, rule, resets, when),
         *(at, request.keep_ms),
     )
-    return id_bytes(request.id), head, options_of(work), work.payload or b""
+    return id_bytes(request.id), head, terms, work.payload or b""
 
 
 def _update(update: Update | None) -> tuple[int, int, int, int]:
@@ -280,8 +306,12 @@ def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:
 
 
 def _follow_up(work: Work) -> bytes:
-    options = options_of(work)
-    return _FOLLOW_UP.pack(work.priority, len(options)) + options + (work.payload or b"")
+    terms, payload = terms_of(work), work.payload or b""
+    if not work.extension:
+        return _FOLLOW_UP.pack(work.priority, len(terms)) + terms + payload
+    extension = pack_extension(work.extension)
+    head = _FOLLOW_UP.pack(work.priority | EXTENDED, len(terms))
+    return head + terms + _SIZE.pack(len(extension)) + extension + payload
 
 
 def decode_events(queue: str, message: bytes) -> Iterator[Event]:
@@ -304,5 +334,48 @@ def waiting_member(arrival: int, id: bytes) -> bytes:
 
 
 def arrival_of(member: bytes) -> int:
+    """The arrival in a member of a waiting index."""
     arrival: int = _ARRIVAL.unpack_from(member)[0]
     return arrival
+
+
+def id_of(member: bytes) -> bytes:
+    """The id in a member of a waiting index."""
+    return member[_ARRIVAL.size :]
+
+
+class StatsReply(NamedTuple):
+    """The reply of `stats`, by position: reads.lua returns the fields in this order."""
+
+    now: int
+    ready: int
+    scheduled: int
+    oldest: int
+    sizes: list[int]
+    """The sizes of the indexes of `INDEXED_STATES`."""
+    past: list[int]
+    """The part of `sizes` whose score is past: finished records that are forgotten and not yet swept."""
+    retrying: int
+    deferred: int
+    paused: int
+    reason: bytes
+    totals: list[int]
+    """How often each of `KINDS` has happened."""
+    rebuilt: int
+    """1: the metadata could not be read and was made from the records."""
+    records: int
+    leases: int
+    last_stamp: int
+
+    def size_of(self, state: State) -> int:
+        return self.sizes[INDEXED_STATES.index(state)]
+
+    def remembered(self, state: State) -> int:
+        """The number of finished records that are not forgotten."""
+        at = INDEXED_STATES.index(state)
+        return self.sizes[at] - self.past[at]
+
+    @property
+    def version(self) -> int:
+        """A number that rises with every change: a request or a lease takes a stamp, and every event is counted."""
+        return self.last_stamp + sum(self.totals)

@@ -2,7 +2,7 @@
 
 A command survives its connection. When that breaks, or the server answers that it is not ready, every command without
 a reply is sent again in the first order, on a new connection, until its deadline. That is safe because each call that
-changes something has a number (queue.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped
+changes something has a number (calls.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped
 here: no connection is ever out of step.
 """
 

@@ -1,4 +1,4 @@
-"""What must stay true of queue.lua itself: its clock, its commands, and that it speaks the machine's language."""
+"""What must stay true of the Lua files: their clock, their commands, and that their names are those of Python."""
 
 from __future__ import annotations
 
@@ -17,9 +17,20 @@ from holdfast.storage.local import engine
 from holdfast.storage.redis import codec
 from holdfast.storage.redis import script as lua
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.script import BODY, CLOCK, INJECTED_CLOCK, Library
+from holdfast.storage.redis.script import (
+    CLOCK,
+    FAST,
+    FILES,
+    INJECTED_CLOCK,
+    REGISTER,
+    SOURCES,
+    Library,
+    join,
+    place_of,
+)
 from holdfast.storage.redis.urls import servers_from_url
 
+BODY = join(SOURCES, FILES)
 COMMANDS = set(re.findall(r"call\('([A-Z]+)'", BODY))
 WHOLE = {
     "KEYS",
@@ -51,7 +62,7 @@ def test_the_shipped_library_knows_only_the_servers_clock() -> None:
     servers, _ = servers_from_url("redis://localhost", "redis://localhost")
     shipped = Calls(servers, "client", None, 1.0)._library
     assert BODY.count(CLOCK) == BODY.count("TIME'") == 1
-    assert shipped.text.endswith(BODY)
+    assert BODY in shipped.text
     assert INJECTED_CLOCK not in shipped.text
     assert not re.search(r"os\.(time|clock|date)|math\.random", BODY)
 
@@ -61,12 +72,12 @@ def test_only_a_storage_with_a_clock_of_its_own_injects_it() -> None:
     injected = Calls(servers, "client", ManualClock(), 1.0)._library
     assert INJECTED_CLOCK in injected.text
     assert CLOCK not in injected.text
-    assert injected.name != Library(BODY, injected_clock=False).name
+    assert injected.name != Library(SOURCES, injected_clock=False).name
 
 
 def test_another_release_has_another_name_on_the_server() -> None:
-    assert Library(BODY, False).name != Library(BODY + "-- changed", False).name
-    assert Library(BODY, False).name == Library(BODY, False).name
+    assert Library(SOURCES, False).name != Library({**SOURCES, "calls": SOURCES["calls"] + "-- changed\n"}, False).name
+    assert Library(SOURCES, False).name == Library(SOURCES, False).name
 
 
 def test_no_command_looks_at_a_whole_queue_or_at_all_keys() -> None:
@@ -78,8 +89,8 @@ def test_no_command_looks_at_a_whole_queue_or_at_all_keys() -> None:
 
 
 def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
-    library = Library(BODY, False)
-    assert re.findall(r"function_name = (.*?), callback = run(.*?)}", BODY) == [
+    library = Library(SOURCES, False)
+    assert re.findall(r"function_name = (.*?), callback = calls.run(.*?)}", REGISTER) == [
         ("NAME .. '_enqueue'", ""),
         ("NAME", ", flags = {'allow-oom'"),
     ]
@@ -126,5 +137,28 @@ OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep
 def test_every_decision_of_the_machine_has_its_namesake() -> None:
     tree = ast.parse(inspect.getsource(lifecycle))
     names = {node.name.lstrip("_") for node in tree.body if isinstance(node, ast.FunctionDef)} - NOT_IN_LUA
-    defined = set(re.findall(r"(?m)^(?:local )?function (?:machine\.)?(\w+)\(", BODY))
+    defined = set(re.findall(r"(?m)^(?:local )?function (?:lifecycle\.)?(\w+)\(", SOURCES["lifecycle"]))
     assert {OTHERWISE.get(name, name) for name in names} <= defined
+
+
+def test_no_chunk_comes_near_luas_limit_of_local_variables() -> None:
+    """Lua allows 200 in one function. The locals of keyspace.lua are visible in every file."""
+    for name, source in SOURCES.items():
+        source = re.sub(r"--\[\[.*?\]\]", "", source, flags=re.DOTALL)
+        declared = re.findall(r"(?m)^local (?:function (\w+)|(\w+(?:, \w+)*))", source)
+        count = sum(len((function or names).split(", ")) for function, names in declared)
+        assert count <= (110 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
+
+
+def test_line_of_the_joined_text_is_found_in_its_file() -> None:
+    lines = BODY.splitlines()
+    for name, text in (("clock", "function clock.tick(time)"), ("verbs", "function VERBS.settle()")):
+        number = 1 + SOURCES[name].splitlines().index(text)
+        assert place_of(1 + lines.index(text)) == f"{name}.lua:{number}"
+
+
+def test_fast_paths_are_switched_off_in_one_line() -> None:
+    assert BODY.count("FAST = ") == SOURCES["fast"].count(FAST) == 1
+    slow = Library(SOURCES, False, fast=False)
+    assert slow.name != Library(SOURCES, False).name
+    assert "local FAST = false" in slow.text

@@ -1,0 +1,35 @@
+-- Numbered calls, and `run`, with which every call of the library begins.
+
+local VERB_ARG, CLIENT_ARG, NUMBER_ARG = 1, 2, 3
+local KEY_SUFFIX = ':meta'
+local NUMBER = '<I8'
+
+-- A call that changes something has a number. The same number again gets the same reply, a lower number is refused, and
+-- neither changes anything: a reply may be lost, and the first copy of a call may arrive after the second.
+local function once(verb, number)
+  local key = QUEUE .. ':call:' .. CLIENT .. ':' .. verb
+  local kept = call('GET', key)
+  if kept then
+    local last, at = unpack_from(NUMBER, kept)
+    if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end
+    if number == last then
+      local reply = cmsgpack.unpack(sub(kept, at))
+      return REPEATS[verb] and REPEATS[verb](reply) or reply
+    end
+  end
+  local reply = VERBS[verb]()
+  local keeps = KEPT_AS[verb] and KEPT_AS[verb](reply) or reply
+  call('SET', key, pack(NUMBER, number) .. cmsgpack.pack(keeps), 'PX', CALL_KEPT_MS)
+  return reply
+end
+
+function calls.run(keys, args)
+  call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
+  byte, max, min = string.byte, math.max, math.min
+  ARGS, QUEUE, CLIENT = args, sub(keys[1], 1, -#KEY_SUFFIX - 1), args[CLIENT_ARG]
+  SINGLE_NODE = #keys == 1 -- in a cluster, a call names all keys
+  WALL = clock.wall_clock()
+  local verb, number = args[VERB_ARG], args[NUMBER_ARG]
+  if number == '' then return VERBS[verb]() end
+  return once(verb, tonumber(number))
+end

@@ -1,0 +1,96 @@
+-- The verb `enqueue`, on its own because an enqueue inside a caller's MULTI needs no other verb. Mirrors
+-- storage/local/engine.py.
+
+local REQUEST, ENQUEUED = '<BBBBBBBBI8I8', '<BBI8'
+local REQUEST_ARGS = 4 -- id, head, terms, payload
+-- Positions in the reply: was the queue made; the replies, packed; the outcomes of ids that had completed. And in one of
+-- these: the number of the request, the outcome, the id, the generation.
+local REPLY = {OPENED = 1, PACKED = 2, CACHED = 3}
+local CACHED_AT, CACHED_OUTCOME, CACHED_ID, CACHED_GENERATION = 1, 2, 3, 4
+
+local start_plain = fast.start_plain
+
+local function read_request(head)
+  local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
+    unpack_from(REQUEST, head)
+  local extended = band(has_payload, EXTENDED) ~= 0
+  has_payload = has_payload % 2 == 1
+  return {client = CLIENT, priority = priority, has_payload = has_payload, custom_id = custom_id == 1, extended = extended,
+    starts_fast = fast.starts(when, has_payload, extended), updates = updates == 1, takes_payload = takes_payload == 1,
+    rule = rule, resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '',
+    work_extension = '', payload = nil}
+end
+
+-- The terms argument of a request with an extension: #terms I2, terms, extension.
+function enqueue.split_terms(packed)
+  local size, at = unpack_from('<I2', packed)
+  return sub(packed, at, at + size - 1), sub(packed, at + size)
+end
+
+-- Enqueue the requests that `request_at(number)` returns. Fills `replies` and the cached `outcomes`.
+function enqueue.all(tx, ids, request_at, replies, outcomes)
+  local raws, met, others = call('HMGET', tx.queue .. ':jobs', unpack(ids)), {}, {}
+  for at = 1, #ids do
+    local id = ids[at]
+    met[id] = raws[at] and true or met[id] ~= nil or tx.entries[id] ~= nil
+    if met[id] then others[#others + 1] = id end
+  end
+  if #others > 0 then transaction.load(tx, others) end
+  for at = 1, #ids do
+    local id, request = ids[at], request_at(at)
+    if not met[id] and request.starts_fast then
+      replies[at] = pack(ENQUEUED, NEW, 0, start_plain(tx, request))
+    else
+      local entry = tx.entries[id] or transaction.enter(tx, id)
+      local after, placed, generation, state, kind = lifecycle.enqueue(entry.job, request, tx.time)
+      transaction.record_change(tx, entry, after, kind)
+      replies[at] = pack(ENQUEUED, placed, state, generation)
+      if placed == CACHED then outcomes[#outcomes + 1] = {at, record.encode_outcome(after.outcome), id, generation} end
+    end
+  end
+end
+
+function VERBS.enqueue()
+  local ids, heads, replies, outcomes = transaction.ids_from(FIRST_ARG, REQUEST_ARGS), {}, {}, {}
+  local tx = transaction.open(QUEUE)
+  transaction.sweep_forgotten(tx, FORGET_ON_ENQUEUE)
+  enqueue.all(tx, ids, function(at)
+    local first = FIRST_ARG + REQUEST_ARGS * (at - 1)
+    local head = ARGS[first + 1]
+    local request = heads[head]
+    if not request then
+      request = read_request(head)
+      heads[head] = request
+    end
+    request.id, request.terms = ids[at], ARGS[first + 2]
+    request.payload = request.has_payload and ARGS[first + 3] or nil
+    if request.extended then request.terms, request.work_extension = enqueue.split_terms(request.terms) end
+    return request
+  end, replies, outcomes)
+  transaction.close(tx)
+  return {tx.opened, table.concat(replies), outcomes}
+end
+
+function KEPT_AS.enqueue(reply)
+  if #reply[REPLY.CACHED] == 0 then return reply end
+  local outcomes = {}
+  for at, cached in ipairs(reply[REPLY.CACHED]) do
+    local outcome = cached[CACHED_OUTCOME]
+    outcomes[at] = {cached[CACHED_AT], #outcome > MAX_INLINE_BYTES and '' or outcome, cached[CACHED_ID],
+      cached[CACHED_GENERATION]}
+  end
+  return {reply[REPLY.OPENED], reply[REPLY.PACKED], outcomes}
+end
+
+-- A large outcome is not kept with the reply. It is read again, if the record still has it.
+function REPEATS.enqueue(reply)
+  for _, cached in ipairs(reply[REPLY.CACHED]) do
+    if cached[CACHED_OUTCOME] == '' then
+      local ok, job = pcall(record.decode, cached[CACHED_ID], call('HGET', QUEUE .. ':jobs', cached[CACHED_ID]))
+      for _, outcome in pairs(ok and {job.previous, job.outcome} or {}) do
+        if outcome.generation == cached[CACHED_GENERATION] then cached[CACHED_OUTCOME] = record.encode_outcome(outcome) end
+      end
+    end
+  end
+  return reply
+end

@@ -1,0 +1,138 @@
+-- Optimised paths. Most jobs are new, run once and end. For them these functions write the bytes that lifecycle.lua and
+-- transaction.lua would write, without decoding records. With FAST off, everything takes the general path. The agreement
+-- run (tests/storage/test_agreement.py) compares the bytes of all keys of both.
+
+local FAST = true
+
+local stamp, append, list_of = clock.stamp, transaction.append, transaction.list_of
+local listened_to, record_event, REMOVED = transaction.listened_to, transaction.record_event, transaction.REMOVED
+local completed, encode_outcome = lifecycle.completed, record.encode_outcome
+local HEAD, LONG_PART, LEASE = record.HEAD, record.LONG_PART, record.LEASE
+
+-- Where a record has its fields, where a lease has them, and where the head of a settlement has its fence and two lengths.
+local FLAGS_AT, PRIORITY_AT, GENERATION_AT, GENERATION_END = record.FLAGS_AT, record.PRIORITY_AT, record.GENERATION_AT,
+  record.RUN_AT_AT - 1
+local HEAD_BYTES, LONG_BYTES = record.ARRIVAL_AT - 1, record.LONG_END - 1 -- of a record at least, without and with LONG
+local FENCE_AT, FENCE_END, HOLDER_AT = record.FENCE_AT, record.LEASE_MS_AT - 1, record.HOLDER_AT
+local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
+
+-- By the flags of a record. LIVE: without an outcome and an extension. PLAIN: without counts, error and waiters too.
+local PLAIN, LIVE = {}, {}
+for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
+  LIVE[flags] = flags % (2 * FINISHED) < FINISHED
+  PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG
+end
+
+local NO_TTLS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
+
+-- Can `start_plain` start such a request, if its id has no record?
+function fast.starts(when, has_payload, extended)
+  return FAST and when == NOW and has_payload and not extended
+end
+
+-- Write the record of a new id that is due at once.
+function fast.start_plain(tx, request)
+  local meta, writes, id, terms, flags, middle = tx.meta, tx.writes, request.id, request.terms, MARK + PAYLOAD, ''
+  local at, priority = stamp(meta), request.priority
+  if request.custom_id then flags = flags + CUSTOM_ID end
+  if request.keep_ms > 0 then
+    flags = flags + LONG
+    middle = pack(LONG_PART, at, 0, 0, 0, 0, 0, 0, tx.now + 1000 * request.keep_ms, 0, 0, #CLIENT) .. CLIENT
+  end
+  if terms ~= '' then
+    flags = flags + TERMS
+    middle = middle .. pack('<I2', #terms) .. terms
+  end
+  local raw = pack(HEAD, flags, priority, at, tx.now) .. middle .. request.payload
+  append(list_of(writes, 'jobs'), id, raw)
+  append(list_of(writes.zadd, WAITING_INDEXES[priority]), tx.now,
+    sub(raw, GENERATION_AT, GENERATION_END) .. id)
+  if band(meta[PRIORITIES], PRIORITY_BITS[priority]) == 0 then
+    meta[PRIORITIES] = meta[PRIORITIES] + PRIORITY_BITS[priority]
+  end
+  record_event(tx, KIND.ENQUEUED, id, at, tx.now, '')
+  return at
+end
+
+-- Can a waiting job be claimed without decoding its record? The member of the index must be the record's, and the job must
+-- not be one that is counted as retrying or that follows the clock.
+function fast.is_plain(raw, run, index, member)
+  if not FAST or not raw or run then return false end
+  local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
+  if not LIVE[flags] or WAITING_INDEXES[priority] ~= index then return false end
+  if PLAIN[flags] then return sub(raw, GENERATION_AT, GENERATION_END) == sub(member, 1, ARRIVAL_BYTES) end
+  if not record.is_unretried(raw) then return false end
+  local arrival, wall_at = record.arrival_and_wall_at(raw)
+  return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, ARRIVAL_BYTES)
+end
+
+-- Claim a job that `is_plain`.
+function fast.claim_plain(tx, id, raw, index, member, worker, lease_ms)
+  local writes, fence, until_at = tx.writes, stamp(tx.time), tx.now + 1000 * lease_ms
+  append(list_of(writes, 'runs'), id, pack(LEASE, 0, fence, lease_ms, until_at, #worker) .. worker)
+  append(list_of(writes.zadd, ':running'), until_at, id)
+  append(list_of(writes.zrem, index), member)
+  local generation, run_at = 0, 0
+  if listened_to(tx) then generation, run_at = record.generation_and_run_at(raw) end
+  record_event(tx, KIND.CLAIMED, id, generation, run_at, '')
+  return fence
+end
+
+-- Is this a completion by the holder of the lease, of a live record without a `next`?
+function fast.completes(raw, run, head, holder)
+  return FAST and raw and run and byte(head) == COMPLETE and LIVE[byte(raw)] and band(byte(run), NEXT) == 0
+    and sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) == sub(run, FENCE_AT, FENCE_END)
+    and sub(run, HOLDER_AT, HOLDER_AT - 1 + #holder) == holder
+end
+
+-- Does a completion leave nothing of its record?
+function fast.leaves_nothing(raw, head)
+  return PLAIN[byte(raw)] and sub(head, LENGTHS_AT, LENGTHS_END) == NO_TTLS
+end
+
+-- Complete a plain job that leaves nothing.
+function fast.complete_plain(tx, id, raw)
+  local writes = tx.writes
+  append(list_of(writes, 'removed'), id)
+  append(list_of(writes, 'ended'), id)
+  append(list_of(writes.zrem, ':running'), id)
+  tx.entries[id] = REMOVED
+  record_event(tx, KIND.COMPLETED, id, listened_to(tx) and record.generation_of(raw) or 0, 0, '')
+end
+
+-- Complete a job that leaves an outcome, and may have waiters. Returns false, without an effect, for every other record.
+function fast.complete_remembered(tx, id, raw, settlement)
+  local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
+  if #raw < (flags % 2 == LONG and LONG_BYTES or HEAD_BYTES) or priority > 9 then return false end
+  local _, _, generation, run_at, at = unpack_from(HEAD, raw)
+  local arrival, wall_at, attempts, retries, stalls, timeouts, keep_until_at, waiters = generation, 0, 0, 0, 0, 0, 0, ''
+  if flags % 2 == LONG then
+    local keep_ms, error_size, previous_size, waiters_size
+    arrival, wall_at, attempts, retries, stalls, timeouts, keep_ms, keep_until_at, error_size, previous_size, waiters_size,
+      at = unpack_from(LONG_PART, raw, at)
+    if retries + keep_ms + error_size + previous_size > 0 then return false end
+    waiters = sub(raw, at, at + waiters_size - 1)
+    at = at + waiters_size
+  end
+  local terms = ''
+  if band(flags, TERMS) ~= 0 then
+    local size = at < #raw and unpack_from('<I2', raw, at) or #raw
+    terms = sub(raw, at, at + 1 + size)
+    at = at + 2 + size
+  end
+  if at > #raw + 1 or max(generation, run_at, arrival, wall_at, keep_until_at) > NEVER then return false end
+  local outcome = completed({generation = generation, keep_until_at = keep_until_at}, settlement, tx.now)
+  if outcome.forget_at <= tx.now then return false end
+  local writes, packed = tx.writes, encode_outcome(outcome)
+  flags = MARK + LONG + FINISHED + band(flags, CUSTOM_ID + TERMS)
+  append(list_of(writes, 'jobs'), id, pack(HEAD, flags, priority, generation, run_at)
+    .. pack(LONG_PART, arrival, wall_at, attempts + 1, 0, stalls, timeouts, 0, keep_until_at, 0, 0, #waiters) .. waiters
+    .. pack('<I4', #packed) .. packed .. terms)
+  append(list_of(writes, 'ended'), id)
+  append(list_of(writes.zrem, ':running'), id)
+  append(list_of(writes.zadd, ':completed'), outcome.forget_at, id)
+  tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], outcome.forget_at)
+  tx.entries[id] = REMOVED
+  record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)
+  return true
+end

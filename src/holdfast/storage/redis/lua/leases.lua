@@ -1,0 +1,74 @@
+-- Which jobs are due and which leases are over: what claims and sweeps read from the indexes. Mirrors the part of
+-- storage/local/transaction.py that an enqueue does not need.
+
+local first_score = transaction.first_score
+local PAGE = 100 -- leases that are read at a time
+
+-- The priorities that waiting jobs may have, highest first.
+local function priorities_of(tx)
+  local found = {}
+  for priority = 9, 0, -1 do
+    if band(tx.meta[PRIORITIES], PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
+  end
+  return found
+end
+
+function leases.next_run_at(tx)
+  local first
+  for _, priority in ipairs(priorities_of(tx)) do
+    local score = first_score(tx.queue .. WAITING_INDEXES[priority])
+    if score and (not first or score < first) then first = score end
+  end
+  return first
+end
+
+function leases.next_sweep_at(tx)
+  return first_score(tx.queue .. ':running')
+end
+
+local function sweep_some(tx, ids, worker, overdue, stalled)
+  if #ids == 0 then return end
+  local entries = transaction.load(tx, ids)
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if not entry.job or not entry.job.run then
+      transaction.rewrite(tx, entry)
+    else
+      local after, kind, then_kind, outcome
+      if worker then
+        after, kind, then_kind, outcome = lifecycle.take_back(entry.job, tx.time)
+      else
+        after, kind, then_kind, outcome = lifecycle.expire(entry.job, tx.time)
+      end
+      transaction.record_change(tx, entry, after, kind, then_kind, outcome)
+      local list = kind and stalled or overdue
+      list[#list + 1] = id
+    end
+  end
+end
+
+-- The ids of one worker's leases, found by reading all leases.
+local function held_by(tx, worker, limit)
+  local found, at, ids = {}, 0, nil
+  repeat
+    ids = call('ZRANGE', tx.queue .. ':running', at, at + PAGE - 1)
+    at = at + PAGE
+    local runs = #ids > 0 and call('HMGET', tx.queue .. ':runs', unpack(ids)) or {}
+    for index, id in ipairs(ids) do
+      local ok, run = pcall(record.decode_run, runs[index])
+      if ok and run.worker == worker and #found < limit then found[#found + 1] = id end
+    end
+  until #ids < PAGE or #found == limit
+  return found
+end
+
+-- Take back expired leases, or all leases of one worker. Returns the ids that are overdue, the ids that were taken back,
+-- and whether there may be more.
+function leases.sweep(tx, limit, worker)
+  local overdue, stalled = {}, {}
+  local ids = worker and held_by(tx, worker, limit) or transaction.upto(tx, RUNNING, limit)
+  sweep_some(tx, ids, worker, overdue, stalled)
+  return overdue, stalled, #ids == limit
+end
+
+leases.priorities_of = priorities_of

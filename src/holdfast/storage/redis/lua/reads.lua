@@ -1,0 +1,93 @@
+-- The verbs that only read. Clients decode the records and decide what they mean; a reply has the queue's time for that.
+
+local ENTRY_FIELDS = 5 -- of `page`: index, member, score, record, lease
+
+-- The time and the skew of a queue, and its metadata if there is such a queue.
+local function time_of(queue)
+  local meta = metadata.read(queue)
+  if not meta then return WALL, 0 end
+  clock.tick(meta)
+  return meta[LAST_AT], meta[SKEW], meta
+end
+
+-- One character per queue: 1 if a worker has something to do there, a job that is due or a lease to take back.
+function VERBS.ready()
+  local replies = {}
+  for at = FIRST_ARG, #ARGS do
+    local now, _, meta = time_of(ARGS[at])
+    local tx = {queue = ARGS[at], meta = meta}
+    local run_at = meta and meta[PAUSED] == 0 and leases.next_run_at(tx)
+    local sweep_at = meta and leases.next_sweep_at(tx)
+    replies[#replies + 1] = ((run_at and run_at <= now) or (sweep_at and sweep_at <= now)) and '1' or '0'
+  end
+  return table.concat(replies)
+end
+
+function VERBS.get()
+  local ids = transaction.ids_from(FIRST_ARG, 1)
+  local now, skew = time_of(QUEUE)
+  local raws, runs = transaction.records(QUEUE, ids)
+  return {now, skew, raws, runs}
+end
+
+-- The rank of the first member behind a place in an index. Many members may have its score, and the member of that place
+-- may have been removed.
+local function rank_after(key, score, member)
+  local low, high = call('ZCOUNT', key, '-inf', '(' .. score), call('ZCOUNT', key, '-inf', score)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if call('ZRANGE', key, middle, middle)[1] > member then high = middle else low = middle + 1 end
+  end
+  return low
+end
+
+-- Members of indexes with their records, one index after the other, from behind a place in the first index.
+function VERBS.page()
+  local limit, score, member = unpack(ARGS, FIRST_ARG)
+  local found = {}
+  local now, skew, meta = time_of(QUEUE)
+  for at = FIRST_ARG + 3, #ARGS do
+    local index, left, ids = ARGS[at], limit - #found / ENTRY_FIELDS, {}
+    local key = QUEUE .. index
+    local from = score == '' and 0 or rank_after(key, score, member)
+    local members = left > 0 and call('ZRANGE', key, from, from + left - 1, 'WITHSCORES') or {}
+    for place = 1, #members, 2 do ids[#ids + 1] = transaction.id_of(index, members[place]) end
+    local raws, runs = transaction.records(QUEUE, ids)
+    for place = 1, #ids do
+      local last = #found
+      found[last + 1], found[last + 2], found[last + 3] = index, members[2 * place - 1], members[2 * place]
+      found[last + 4], found[last + 5] = raws[place], runs[place]
+    end
+    score = ''
+  end
+  return {now, skew, meta and meta[LAST_STAMP] or 0, found}
+end
+
+-- The metadata and the sizes of the indexes, for a snapshot and for the audit. The positions of the reply are the fields of
+-- StatsReply in codec.py.
+function VERBS.stats()
+  local now, _, meta = time_of(QUEUE)
+  if not meta then return false end
+  local ready, scheduled, oldest = 0, 0, now
+  for priority = 0, 9 do
+    local key = QUEUE .. WAITING_INDEXES[priority]
+    local due_here = call('ZCOUNT', key, '-inf', now)
+    ready, scheduled = ready + due_here, scheduled + call('ZCARD', key) - due_here
+    if due_here > 0 then
+      local head = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+      local id = transaction.id_of(WAITING_INDEXES[priority], head[1])
+      local ok, job = pcall(record.decode, id, call('HGET', QUEUE .. ':jobs', id))
+      oldest = min(oldest, ok and max(job.run_at, job.generation) or now)
+    end
+  end
+  local sizes, past = {}, {}
+  for state = RUNNING, CANCELLED do
+    local key = QUEUE .. INDEXES[state]
+    sizes[#sizes + 1], past[#past + 1] = call('ZCARD', key), call('ZCOUNT', key, '-inf', now)
+  end
+  local totals = {}
+  for kind = 1, KINDS do totals[kind] = meta[TOTALS + kind] end
+  return {now, ready, scheduled, oldest, sizes, past, meta[RETRYING], meta[DEFERRED_JOBS], meta[PAUSED],
+    meta[REASON], totals, meta[REBUILT], call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'),
+    meta[LAST_STAMP]}
+end

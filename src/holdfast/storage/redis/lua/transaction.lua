@@ -1,0 +1,297 @@
+-- The transaction of one queue during one step: mirrors storage/local/transaction.py. `tx` is a transaction, `entry` is a
+-- record that the step has read, with the place that it had in the indexes. Only `save` changes records and their indexes,
+-- apart from fast.lua.
+
+local encode, decode, encode_run, encode_outcome = record.encode, record.decode, record.encode_run, record.encode_outcome
+local view_of = metadata.view_of
+
+-- The entry of a job that this step has settled in fast.lua, or that a claim leaves out.
+transaction.REMOVED = {}
+
+-- The ids among the arguments: one in `step` arguments, from `first` on.
+function transaction.ids_from(first, step)
+  local ids = {}
+  for at = first, #ARGS, step do ids[#ids + 1] = ARGS[at] end
+  return ids
+end
+
+-- The index that a job is in: its key, its score and its member there.
+
+local function index_of(job)
+  if job.outcome then return INDEXES[job.outcome.state], job.outcome.forget_at, job.id end
+  if job.run then return ':running', job.run.until_at, job.id end
+  return WAITING_INDEXES[job.priority], job.run_at, pack('>I8', job.arrival) .. job.id
+end
+
+local function list_of(lists, key)
+  local list = lists[key]
+  if not list then
+    list = {}
+    lists[key] = list
+  end
+  return list
+end
+
+local function append(list, first, second)
+  local size = #list
+  list[size + 1], list[size + 2] = first, second
+end
+
+local function begin(queue, meta, opened)
+  local skew = meta[SKEW]
+  clock.tick(meta)
+  return {queue = queue, meta = meta, time = meta, now = meta[LAST_AT], skew = skew, opened = opened, entries = {},
+    changed = {}, writes = {zadd = {}, zrem = {}}}
+end
+
+-- The transaction of a queue, nil if there is no such queue.
+local function find(queue)
+  local meta = metadata.read(queue)
+  return meta and begin(queue, meta, 0)
+end
+
+-- Change the list of all queues in the step that makes or drops one. In a cluster another node has the list, and the client
+-- changes it in a separate call.
+local function relist(command, queue)
+  if not SINGLE_NODE then return end
+  local namespace, name, companion = string.match(queue, '^{([^/]*)/(.*)}(.*)$')
+  call(command, '{' .. namespace .. '}:queues', name .. companion)
+end
+
+-- The transaction of a queue, which is made if it does not exist.
+local function open(queue)
+  local meta = metadata.read(queue)
+  if meta then return begin(queue, meta, 0) end
+  meta = metadata.new(queue)
+  metadata.write(queue, meta)
+  relist('SADD', queue)
+  return begin(queue, meta, 1)
+end
+
+local function count(tx, view, by)
+  if view then tx.meta[view] = tx.meta[view] + by end
+end
+
+-- A record that cannot be read counts as failed. `save` adds it to the total of failed jobs if it was live, and removes it
+-- from every index that it may be in. A claim that meets its member among the waiting removes that.
+local function damaged_entry(tx, id, run)
+  local entry = {id = id, job = lifecycle.damaged(id, tx.now), ran = run and true, damaged = true}
+  entry.live = not (call('ZSCORE', tx.queue .. ':completed', id) or call('ZSCORE', tx.queue .. ':failed', id)
+    or call('ZSCORE', tx.queue .. ':cancelled', id))
+  return entry
+end
+
+local function entry_of(id, raw, run)
+  local job = decode(id, raw, run)
+  local key, score, member = index_of(job)
+  return {id = id, job = job, key = key, score = score, member = member, ran = run and true, view = view_of(job)}
+end
+
+-- The records and the leases of these ids as bytes, false where there is none.
+local function records(queue, ids)
+  if #ids == 0 then return {}, {} end
+  return call('HMGET', queue .. ':jobs', unpack(ids)), call('HMGET', queue .. ':runs', unpack(ids))
+end
+
+-- The entry of a record whose bytes were read, readable or not.
+local function enter(tx, id, raw, run)
+  local ok, entry = true, {id = id}
+  if raw then ok, entry = pcall(entry_of, id, raw, run) end
+  if not ok then entry = damaged_entry(tx, id, run) end
+  tx.entries[id] = entry
+  return entry
+end
+
+-- The entries of these ids. A step reads each record once.
+local function load(tx, ids)
+  local entries, wanted = tx.entries, {}
+  for at = 1, #ids do
+    if not entries[ids[at]] then wanted[#wanted + 1] = ids[at] end
+  end
+  local raws, runs = records(tx.queue, wanted)
+  for at = 1, #wanted do enter(tx, wanted[at], raws[at], runs[at]) end
+  return entries
+end
+
+local function listened_to(tx)
+  if tx.listened == nil then tx.listened = call('PUBSUB', 'SHARDNUMSUB', tx.queue .. ':events')[2] > 0 end
+  return tx.listened
+end
+
+local function pack_event(kind, id, generation, run_at, outcome)
+  local packed = outcome and encode_outcome(outcome) or ''
+  if #packed > MAX_INLINE_BYTES then packed = '' end
+  return pack('<BI8I8I4I4', kind, generation, run_at, #id, #packed) .. id .. packed
+end
+
+local function record_event(tx, kind, id, generation, run_at, waiters, outcome)
+  local meta = tx.meta
+  meta[TOTALS + kind] = meta[TOTALS + kind] + 1
+  tx.noted = true
+  if MAKES_READY[kind] then tx.ready = true end
+  if listened_to(tx) then
+    local events = list_of(tx, 'events')
+    events[#events + 1] = pack_event(kind, id, generation, run_at)
+  end
+  if waiters ~= '' and ENDS_A_WAIT[kind] then
+    append(list_of(tx, 'notices'), waiters, pack_event(kind, id, generation, run_at, outcome))
+  end
+end
+
+-- Keep a changed record to be written when the transaction closes, and count its events.
+local function record_change(tx, entry, after, kind, then_kind, outcome)
+  local before = entry.job
+  if after ~= before or (after and (after.changed or (after.run and after.run.changed))) then
+    entry.job = after
+    if not entry.changed then
+      entry.changed = true
+      tx.changed[#tx.changed + 1] = entry
+    end
+  end
+  if kind then
+    local generation = ENDS[kind] and before and before.generation or after and after.generation or 0
+    record_event(tx, kind, entry.id, generation, after and after.run_at or 0, (before or after).waiters, outcome)
+  end
+  if then_kind then record_event(tx, then_kind, entry.id, after.generation, after.run_at, '') end
+end
+
+-- Write a record again: into the index that its state names, and out of all others.
+local function rewrite(tx, entry)
+  entry.everywhere = true
+  if entry.job then entry.job.changed = true end
+  if not entry.changed then
+    entry.changed = true
+    tx.changed[#tx.changed + 1] = entry
+  end
+end
+
+local function save(tx, entry)
+  local id, job, meta, writes, key, score, member = entry.id, entry.job, tx.meta, tx.writes, nil, nil, nil
+  count(tx, entry.view, -1)
+  if entry.damaged or entry.everywhere then
+    for state = RUNNING, CANCELLED do append(list_of(writes.zrem, INDEXES[state]), id) end
+    if entry.live then meta[TOTALS + KIND.FAILED] = meta[TOTALS + KIND.FAILED] + 1 end
+    if entry.damaged then meta[LAST_STAMP] = max(meta[LAST_STAMP], job and job.generation or 0) end
+  end
+  if job then
+    key, score, member = index_of(job)
+    count(tx, view_of(job), 1)
+    if job.changed then
+      lifecycle.tidy(job, tx.now)
+      append(list_of(writes, 'jobs'), id, encode(job))
+    end
+    if job.run and job.run.changed then append(list_of(writes, 'runs'), id, encode_run(job.run)) end
+    if entry.ran and not job.run then append(list_of(writes, 'ended'), id) end
+    if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
+      append(list_of(writes.zadd, key), score, member)
+    end
+    if job.outcome then
+      meta[FORGET_AT] = min(meta[FORGET_AT], score)
+    elseif not job.run and band(meta[PRIORITIES], PRIORITY_BITS[job.priority]) == 0 then
+      meta[PRIORITIES] = meta[PRIORITIES] + PRIORITY_BITS[job.priority]
+    end
+  elseif entry.key or entry.damaged or entry.everywhere then
+    append(list_of(writes, 'removed'), id)
+    if entry.ran then append(list_of(writes, 'ended'), id) end
+  end
+  if entry.key and (entry.key ~= key or entry.member ~= member) then
+    append(list_of(writes.zrem, entry.key), entry.member)
+  end
+end
+
+local function flush(queue, writes)
+  for key, members in pairs(writes.zrem) do call('ZREM', queue .. key, unpack(members)) end
+  if writes.removed then call('HDEL', queue .. ':jobs', unpack(writes.removed)) end
+  if writes.ended then call('HDEL', queue .. ':runs', unpack(writes.ended)) end
+  if writes.jobs then call('HSET', queue .. ':jobs', unpack(writes.jobs)) end
+  if writes.runs then call('HSET', queue .. ':runs', unpack(writes.runs)) end
+  for key, places in pairs(writes.zadd) do call('ZADD', queue .. key, unpack(places)) end
+end
+
+-- Publish the events of the step to the listeners of the queue, and the ends of jobs to the clients that wait for them: one
+-- message per channel.
+local function publish(tx)
+  if tx.events then call('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
+  local notices, inboxes = tx.notices, {}
+  for at = 1, notices and #notices or 0, 2 do
+    local waiters, packed = notices[at], notices[at + 1]
+    for place = 1, #waiters, WAITER_BYTES do
+      append(list_of(inboxes, sub(waiters, place, place + WAITER_BYTES - 1)), packed)
+    end
+  end
+  for client, packed in pairs(inboxes) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
+end
+
+local function wake(tx)
+  if call('LLEN', tx.queue .. ':wake') == 0 then call('LPUSH', tx.queue .. ':wake', '1') end
+end
+
+-- Write the changes. A step without changes writes nothing, not even the time of the queue, unless it was the first to see
+-- the clock step back.
+local function close(tx)
+  if #tx.changed > 0 or tx.noted then
+    for at = 1, #tx.changed do save(tx, tx.changed[at]) end
+    flush(tx.queue, tx.writes)
+    metadata.write(tx.queue, tx.meta)
+    publish(tx)
+    if tx.ready then wake(tx) end
+  elseif tx.time[SKEW] ~= tx.skew then
+    metadata.write(tx.queue, tx.meta)
+  end
+end
+
+-- Reading the indexes
+
+local function upto(tx, state, limit)
+  return call('ZRANGEBYSCORE', tx.queue .. INDEXES[state], '-inf', tx.now, 'LIMIT', 0, limit)
+end
+
+local function first_score(key)
+  return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
+end
+
+-- Set the time from which a finished record may have to be forgotten. The stored time may be too early, never too late.
+local function find_forget_at(tx)
+  tx.meta[FORGET_AT] = NEVER
+  for state = COMPLETED, CANCELLED do
+    tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
+  end
+end
+
+local function sweep_forgotten(tx, limit)
+  if tx.now < tx.meta[FORGET_AT] then return 0 end
+  local ids = {}
+  for state = COMPLETED, CANCELLED do
+    if #ids < limit then
+      for _, id in ipairs(upto(tx, state, limit - #ids)) do ids[#ids + 1] = id end
+    end
+  end
+  if #ids == 0 then
+    find_forget_at(tx)
+    return 0
+  end
+  local entries = load(tx, ids)
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if entry.job and lifecycle.forgotten(entry.job, tx.now) then
+      record_change(tx, entry, nil, KIND.FORGOTTEN)
+    else
+      rewrite(tx, entry)
+    end
+  end
+  return #ids
+end
+
+-- The id in a member of an index.
+local function id_of(index, member)
+  return string.find(index, '^:w') and sub(member, ARRIVAL_BYTES + 1) or member
+end
+
+transaction.list_of, transaction.append, transaction.find, transaction.relist = list_of, append, find, relist
+transaction.open, transaction.damaged_entry, transaction.entry_of = open, damaged_entry, entry_of
+transaction.records = records
+transaction.enter, transaction.load = enter, load
+transaction.listened_to, transaction.record_event = listened_to, record_event
+transaction.record_change, transaction.rewrite, transaction.wake, transaction.close = record_change, rewrite, wake, close
+transaction.first_score, transaction.upto = first_score, upto
+transaction.sweep_forgotten, transaction.id_of = sweep_forgotten, id_of

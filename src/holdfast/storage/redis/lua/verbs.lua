@@ -1,0 +1,347 @@
+-- The verbs that change jobs, except `enqueue`. Mirrors storage/local/engine.py.
+
+local REMOVED, ids_from, append, enter = transaction.REMOVED, transaction.ids_from, transaction.append, transaction.enter
+local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
+local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
+local record_change = transaction.record_change
+local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
+local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
+local PAGE = 100 -- leases that are read at a time
+-- Positions in the reply to a claim. Jobs are in pairs: id, record.
+local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
+
+local function misplaced(job, time)
+  return clock.place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
+end
+
+-- The jobs that the indexes show as due, in parallel lists, and the entries that are in the wrong place of an index.
+local function due(tx, limit)
+  local found, wrong = {ids = {}, raws = {}, indexes = {}, members = {}, entries = {}}, {}
+  for _, priority in ipairs(leases.priorities_of(tx)) do
+    local index, left, ids = WAITING_INDEXES[priority], limit - #found.ids, {}
+    local members = left > 0 and call('ZRANGEBYSCORE', tx.queue .. index, '-inf', tx.now, 'LIMIT', 0, left) or {}
+    for at = 1, #members do ids[at] = sub(members[at], ARRIVAL_BYTES + 1) end
+    local raws, runs = transaction.records(tx.queue, ids)
+    for at = 1, #ids do
+      local id, member, entry = ids[at], members[at], nil
+      if not is_plain(raws[at], runs[at], index, member) then
+        entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
+        local stray = entry.damaged or entry.key ~= index or entry.member ~= member
+        if stray or misplaced(entry.job, tx.time) then
+          wrong[#wrong + 1] = {entry = entry, index = stray and index, member = member}
+        end
+      end
+      local next_at = #found.ids + 1
+      found.ids[next_at], found.raws[next_at], found.indexes[next_at] = id, raws[at], index
+      found.members[next_at], found.entries[next_at] = member, entry or false
+    end
+  end
+  return found, wrong
+end
+
+-- The due jobs, after those in the wrong place were moved: the clock may have stepped, or an index may be damaged. Jobs
+-- that are still in a wrong place after MEND_PASSES are left out.
+local function due_in_place(tx, limit)
+  for _ = 1, MEND_PASSES do
+    local found, wrong = due(tx, limit)
+    if #wrong == 0 then return tx, found end
+    for _, found_wrong in ipairs(wrong) do
+      local entry = found_wrong.entry
+      if found_wrong.index then call('ZREM', tx.queue .. found_wrong.index, found_wrong.member) end
+      if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
+        lifecycle.follow_clock(entry.job, tx.time)
+        record_change(tx, entry, entry.job)
+      elseif entry.job then
+        transaction.rewrite(tx, entry)
+      end
+    end
+    transaction.close(tx)
+    tx = transaction.open(tx.queue)
+  end
+  local found, wrong = due(tx, limit)
+  for _, found_wrong in ipairs(wrong) do tx.entries[found_wrong.entry.id] = REMOVED end
+  return tx, found
+end
+
+function VERBS.claim()
+  local limit, worker, lease_ms = unpack(ARGS, FIRST_ARG)
+  limit, lease_ms = tonumber(limit), tonumber(lease_ms)
+  local tx = transaction.find(QUEUE)
+  if not tx then return {WALL, -1, -1, 0, {}, '', 0} end
+  local sweep_at = leases.next_sweep_at(tx)
+  local sweeps = sweep_at and sweep_at <= tx.now
+  if sweeps then leases.sweep(tx, SWEEP_ON_CLAIM) end
+  transaction.sweep_forgotten(tx, SWEEP_ON_CLAIM)
+  if #tx.changed > 0 then
+    transaction.close(tx)
+    tx = transaction.open(QUEUE)
+  end
+  local jobs, fences, size = {}, {}, 0
+  if tx.meta[PAUSED] == 0 then
+    local found
+    tx, found = due_in_place(tx, limit)
+    for at = 1, #found.ids do
+      local id, raw, entry, fence = found.ids[at], found.raws[at], found.entries[at], nil
+      if tx.entries[id] ~= REMOVED then
+        size = size + #raw - (entry and entry.job.payload_at or record.HEAD_BYTES)
+        if #fences > 0 and size > MAX_CALL_BYTES then break end
+        if entry then
+          record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
+          fence = entry.job.run.fence
+        else
+          fence = claim_plain(tx, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
+        end
+        append(jobs, id, raw)
+        fences[#fences + 1] = pack(FENCE, fence)
+      end
+    end
+  end
+  transaction.close(tx)
+  local run_at = tx.meta[PAUSED] == 0 and leases.next_run_at(tx)
+  if run_at and run_at <= tx.now then transaction.wake(tx) end
+  if sweeps then
+    sweep_at = leases.next_sweep_at(tx)
+  elseif #fences > 0 then
+    sweep_at = min(sweep_at or NEVER, tx.now + 1000 * lease_ms)
+  end
+  return {tx.now, run_at or -1, sweep_at or -1, tx.meta[PAUSED], jobs, table.concat(fences), tx.time[SKEW]}
+end
+
+-- A repeated claim returns the jobs of the first one that are still held under the same fence.
+function REPEATS.claim(reply)
+  local ids, jobs, fences = reply[REPLY.JOBS], {}, {}
+  for at = 1, #ids do
+    local id, fence = ids[at], sub(reply[REPLY.FENCES], FENCE_BYTES * (at - 1) + 1, FENCE_BYTES * at)
+    local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
+    if raw and run and record.fence_of(run) == fence then
+      append(jobs, id, raw)
+      fences[#fences + 1] = fence
+    end
+  end
+  reply[REPLY.JOBS], reply[REPLY.FENCES] = jobs, table.concat(fences)
+  return reply
+end
+
+-- Of a claim only the ids and the fences are kept.
+function KEPT_AS.claim(reply)
+  local ids, flat, kept = {}, reply[REPLY.JOBS], {unpack(reply)}
+  for at = 1, #flat, 2 do ids[#ids + 1] = flat[at] end
+  kept[REPLY.JOBS] = ids
+  return kept
+end
+
+local COUNTS = {'retries', 'stalls', 'timeouts'}
+
+local function read_settlement(head, body, extra)
+  local kind, fence, first, second, has_body, number = unpack_from(SETTLEMENT, head)
+  local bytes = has_body == 1 and body or nil
+  if kind == COMPLETE then
+    return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra}
+  elseif kind == FAIL then
+    return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra}
+  end
+  return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[number]}
+end
+
+local function read_follow_up(id, packed)
+  local priority, size, at = unpack_from(FOLLOW_UP, packed)
+  local terms, extension = sub(packed, at, at + size - 1), ''
+  at = at + size
+  if band(priority, EXTENDED) ~= 0 then
+    priority = priority - EXTENDED
+    size, at = unpack_from('<I4', packed, at)
+    extension, at = sub(packed, at, at + size - 1), at + size
+  end
+  return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
+    custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT,
+    starts_fast = fast.starts(NOW, true, extension ~= '')}
+end
+
+function VERBS.settle()
+  local worker, first, replies, follow_ups = ARGS[FIRST_ARG], FIRST_ARG + 1, {}, {}
+  local ids = ids_from(first, SETTLEMENT_ARGS)
+  local tx = transaction.find(QUEUE)
+  if not tx then return {0, string.rep('0', #ids)} end
+  local holder = record.holder_of(worker)
+  local raws, runs = transaction.records(QUEUE, ids)
+  for at = 1, #ids do
+    local id, head = ids[at], ARGS[first + 1]
+    local quickly = not tx.entries[id] and completes(raws[at], runs[at], head, holder)
+    local settlement
+    if quickly and leaves_nothing(raws[at], head) then
+      complete_plain(tx, id, raws[at])
+    else
+      settlement = read_settlement(head, ARGS[first + 2], ARGS[first + 3])
+      if quickly and complete_remembered(tx, id, raws[at], settlement) then settlement = nil end
+    end
+    if not settlement then
+      replies[at] = '1'
+    else
+      local entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
+      if lifecycle.holds(entry.job, worker, settlement.fence) then
+        local generation = entry.job.generation
+        local after, kind, then_kind, outcome = lifecycle.settle(entry.job, settlement, tx.time)
+        if settlement.follow_up and kind == KIND.FAILED then
+          local follow_up_id = id .. '@' .. string.format('%.0f', generation)
+          follow_ups[#follow_ups + 1] = read_follow_up(follow_up_id, settlement.follow_up)
+        end
+        record_change(tx, entry, after, kind, then_kind, outcome)
+        replies[at] = '1'
+      else
+        replies[at] = '0'
+      end
+    end
+    first = first + SETTLEMENT_ARGS
+  end
+  transaction.close(tx)
+  local opened = 0
+  if #follow_ups > 0 then
+    local companion, companion_ids = QUEUE .. '/failed', {}
+    for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
+    local companion_tx = transaction.open(companion)
+    enqueue.all(companion_tx, companion_ids, function(at) return follow_ups[at] end, {}, {})
+    transaction.close(companion_tx)
+    opened = companion_tx.opened
+  end
+  return {opened, table.concat(replies)}
+end
+
+function VERBS.extend()
+  local worker, lease_ms, first, replies = ARGS[FIRST_ARG], tonumber(ARGS[FIRST_ARG + 1]), FIRST_ARG + 2, {}
+  local ids = ids_from(first, LEASE_ARGS)
+  local tx = transaction.find(QUEUE)
+  local entries = tx and transaction.load(tx, ids)
+  for at, id in ipairs(ids) do
+    local fence, progress = tonumber(ARGS[first + 1]), ARGS[first + 2]
+    first = first + LEASE_ARGS
+    local entry = tx and entries[id]
+    if not entry or not lifecycle.holds(entry.job, worker, fence) then
+      replies[at] = 'l'
+    else
+      replies[at] = entry.job.run.cancel_asked and 'c' or 'k'
+      lifecycle.extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, tx.now)
+      record_change(tx, entry, entry.job)
+    end
+  end
+  if tx then transaction.close(tx) end
+  return table.concat(replies)
+end
+
+function VERBS.cancel()
+  local ids, replies = ids_from(FIRST_ARG, 1), {}
+  local tx = transaction.find(QUEUE)
+  if not tx then return string.rep('m', #ids) end
+  local entries = transaction.load(tx, ids)
+  for at, id in ipairs(ids) do
+    local after, reply, kind, outcome = lifecycle.cancel(entries[id].job, tx.now)
+    record_change(tx, entries[id], after, kind, nil, outcome)
+    replies[at] = reply
+  end
+  transaction.close(tx)
+  return table.concat(replies)
+end
+
+function VERBS.keep()
+  local ttl_ms, at_least = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1] == '1'
+  local ids, replies = ids_from(FIRST_ARG + 2, 1), {}
+  local tx = transaction.find(QUEUE)
+  if not tx then return string.rep('m', #ids) end
+  local entries = transaction.load(tx, ids)
+  for at, id in ipairs(ids) do
+    replies[at] = lifecycle.keep(entries[id].job, ttl_ms, at_least, CLIENT, tx.now)
+    record_change(tx, entries[id], entries[id].job)
+  end
+  transaction.close(tx)
+  return table.concat(replies)
+end
+
+function VERBS.pause()
+  local found = metadata.read(QUEUE)
+  local meta = found or metadata.new(QUEUE)
+  meta[PAUSED], meta[REASON] = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]
+  metadata.write(QUEUE, meta)
+  if not found then transaction.relist('SADD', QUEUE) end
+  return found and 0 or 1
+end
+
+function VERBS.sweep()
+  local limit, worker = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]
+  if worker == '' then worker = nil end
+  local tx = transaction.find(QUEUE)
+  if not tx then return {{}, {}, 0, 0, -1} end
+  local overdue, stalled, more = leases.sweep(tx, limit, worker)
+  local forgotten = transaction.sweep_forgotten(tx, limit)
+  transaction.close(tx)
+  return {overdue, stalled, forgotten, (more or forgotten == limit) and 1 or 0, leases.next_sweep_at(tx) or -1}
+end
+
+-- Delete the first records of an index. A member that is not where its record says is removed.
+local function purge_index(tx, index, limit)
+  local key, ids = tx.queue .. index, {}
+  local members = call('ZRANGE', key, 0, limit - 1)
+  if #members == 0 then return 0 end
+  for at, member in ipairs(members) do ids[at] = transaction.id_of(index, member) end
+  local entries = transaction.load(tx, ids)
+  for at, id in ipairs(ids) do
+    local entry = entries[id]
+    if entry.damaged or entry.key ~= index or entry.member ~= members[at] then call('ZREM', key, members[at]) end
+    if entry.job and (entry.damaged or entry.key == index) then
+      record_change(tx, entry, nil, entry.job.outcome and KIND.FORGOTTEN or KIND.PURGED)
+    end
+  end
+  return #members
+end
+
+local function purge_waiting(tx, limit)
+  local done = 0
+  for _, priority in ipairs(leases.priorities_of(tx)) do
+    if done < limit then done = done + purge_index(tx, WAITING_INDEXES[priority], limit - done) end
+  end
+  return done
+end
+
+local function ask_to_cancel(tx, limit)
+  local asked, at, ids = 0, 0, nil
+  repeat
+    ids = call('ZRANGE', tx.queue .. ':running', at, at + PAGE - 1)
+    at = at + PAGE
+    local entries = #ids > 0 and transaction.load(tx, ids)
+    for _, id in ipairs(ids) do
+      local job = entries[id].job
+      if asked < limit and job and job.run and not job.run.cancel_asked then
+        local after, _, kind = lifecycle.cancel(job, tx.now)
+        record_change(tx, entries[id], after, kind)
+        asked = asked + 1
+      end
+    end
+  until #ids < PAGE or asked == limit
+  return asked
+end
+
+local function drop(queue, meta)
+  call('SET', queue .. ':floor', string.format('%.0f', meta[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)
+  local keys = {queue .. ':meta', queue .. ':jobs', queue .. ':runs', queue .. ':wake'}
+  for priority = 0, 9 do keys[#keys + 1] = queue .. WAITING_INDEXES[priority] end
+  for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. INDEXES[state] end
+  call('UNLINK', unpack(keys))
+  transaction.relist('SREM', queue)
+end
+
+function VERBS.purge()
+  local limit, drops, wanted = unpack(ARGS, FIRST_ARG)
+  limit, drops = tonumber(limit), drops == '1'
+  local done = 0
+  local tx = transaction.find(QUEUE)
+  if not tx then return {0, 0} end
+  if string.find(wanted, WAITING, 1, true) then done = purge_waiting(tx, limit) end
+  for state = COMPLETED, CANCELLED do
+    if done < limit and string.find(wanted, state, 1, true) then
+      done = done + purge_index(tx, INDEXES[state], limit - done)
+    end
+  end
+  if done < limit and string.find(wanted, RUNNING, 1, true) then done = done + ask_to_cancel(tx, limit - done) end
+  transaction.close(tx)
+  if not drops or done > 0 or call('EXISTS', QUEUE .. ':jobs') == 1 then return {done, 0} end
+  drop(QUEUE, tx.meta)
+  return {done, 1}
+end
