@@ -8,12 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from holdfast._core.extension import pack_extension
+from holdfast._core.extension import Extension, pack_extension
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease
 from holdfast.storage.local.table import VIEWS
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis import codec as form
 from holdfast.storage.redis.audit import INDEXES
+from holdfast.storage.validation import id_bytes
 from tests import servers
 
 META = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
@@ -107,6 +108,14 @@ class RedisSaboteur:
     def job(self, id: str) -> Job:
         run = self.command("HGET", self.key + ":runs", id)
         return form.decode_job(id.encode(), self.raw(id), None if run is None else form.decode_run(run))
+
+    def tag(self, id: str, entries: Extension) -> None:
+        """Set the extension of a record, if there is one. Its place in the indexes stays."""
+        field = id_bytes(id)
+        raw, run = (self.command("HGET", self.key + where, field) for where in (":jobs", ":runs"))
+        if raw is not None:
+            job = form.decode_job(field, raw, None if run is None else form.decode_run(run))
+            self.command("HSET", self.key + ":jobs", field, encode(replace(job, extension=entries))[0])
 
     def write(self, id: str, job: Job) -> None:
         """A record as it could have been written, in the index where it belongs."""

@@ -1,5 +1,5 @@
 """Every test that takes a `stage` runs once per storage, on a clock of its own, and ends with a clean audit. A module
-with `STORAGES` is only for the storages that it names, one with `NEEDS_EXTENSIONS` for those that store extensions."""
+with `STORAGES` is only for the storages that it names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         harnesses = [_load(name) for name in wanted] or HARNESSES
         only: tuple[str, ...] | None = getattr(metafunc.module, "STORAGES", None)
         harnesses = [harness for harness in harnesses if only is None or harness.name in only]
-        if getattr(metafunc.module, "NEEDS_EXTENSIONS", False):
-            harnesses = [harness for harness in harnesses if harness.extensions]
         metafunc.parametrize("harness", harnesses, ids=lambda harness: harness.name)
 
 

@@ -14,16 +14,16 @@ from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
 from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change
+from holdfast.storage.redis import RedisStorage
 from tests import servers
 from tests.storage import keyspace
+from tests.storage.behind import RedisSaboteur
 
 
 class Harness(Protocol):
     """Makes storages for tests, on the test's clock."""
 
     name: str
-    extensions: bool
-    """The storage stores the extension of a record."""
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         """A storage that is empty, or that has what an earlier one on the same folder left."""
@@ -50,7 +50,6 @@ async def _tag_local_record(storage: Storage, queue: str, id: str, entries: Exte
 
 class MemoryHarness:
     name = "memory"
-    extensions = True
 
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
@@ -68,7 +67,6 @@ class MemoryHarness:
 
 class SqliteHarness:
     name = "sqlite"
-    extensions = True
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
         return connect(f"sqlite:///{folder}/jobs.db", clock=clock)
@@ -83,8 +81,6 @@ class SqliteHarness:
 class RedisHarness:
     """A server that all tests share; each folder is a namespace of its own."""
 
-    extensions = False
-
     def __init__(self, name: Literal["valkey", "redis"]) -> None:
         self.name = name
         self._namespaces: dict[Path, str] = {}
@@ -96,7 +92,8 @@ class RedisHarness:
         return connect(server.url, clock=clock, namespace=namespace)
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
-        raise NotImplementedError
+        assert isinstance(storage, RedisStorage)
+        RedisSaboteur(storage, self.name, queue).tag(id, entries)
 
     def clear(self) -> list[str]:
         namespaces, self._namespaces = list(self._namespaces.values()), {}

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast._core.clock import ManualClock
+from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis.calls import KEYS
 from holdfast.storage.redis.script import SOURCES, Library
 from tests import servers
+from tests.storage.behind import RedisSaboteur
 
 CLIENT = "same-client0"
 """The name of both clients: it is part of waiters and of the keys of kept replies."""
@@ -52,6 +54,10 @@ class SameClientHarness:
         storage._client = storage._calls._client = CLIENT
         storage._calls._library = Library(SOURCES, injected_clock=True, fast=self._fast)
         return storage
+
+    async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
+        assert isinstance(storage, RedisStorage)
+        RedisSaboteur(storage, "valkey", queue).tag(id, entries)
 
     def clear(self) -> list[str]:
         return []

@@ -30,7 +30,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from msgspec.structs import replace
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.extension import Extension
@@ -106,7 +105,6 @@ class World:
     def __init__(self, harnesses: list[Harness], folder: Path) -> None:
         self.clock = ManualClock()
         self.harnesses = harnesses
-        self.extensions = all(harness.extensions for harness in harnesses)
         self.names = [harness.name for harness in harnesses]
         self.hits: Counter[tuple[Phase, Act]] = Counter()
         self.examples = 0
@@ -121,10 +119,6 @@ class World:
 
     async def _open(self, harnesses: list[Harness], folder: Path) -> list[Storage]:
         return [await self._stack.enter_async_context(harness.open(self.clock, folder)) for harness in harnesses]
-
-    def storable(self, work: Work) -> Work:
-        """Return the work as all the storages can store it."""
-        return work if self.extensions else replace(work, extension=())
 
     def run(self, work: Any) -> Any:
         return self._runner.run(work)
@@ -206,7 +200,7 @@ class Agreement(RuleBasedStateMachine):
             requests.append(
                 Request(
                     id,
-                    world.storable(work),
+                    work,
                     run_at=world.clock.now_us() + 1000 * (length - 400) if when == "at" else None,
                     delay_ms=length if when == "delay" else None,
                     update=update,
@@ -378,7 +372,6 @@ class Agreement(RuleBasedStateMachine):
             case _:
                 self.scan(data.draw(st.one_of(st.none(), st.sampled_from(list(State)))), data.draw(st.integers(1, 3)))
 
-    @precondition(lambda self: world.extensions)
     @rule(id=ids, entries=st.sampled_from(EXTENSIONS))
     def tag_record(self, id: str, entries: Extension) -> None:
         async def tag() -> None:
@@ -448,7 +441,7 @@ def fitting(step: str, choices: list[Settlement]) -> Iterator[Settlement]:
 def settlements(id: str, fence: int) -> list[Settlement]:
     """Every way to settle a lease, as many of each kind as it has meanings."""
     later = world.clock.now_us() + 700_000
-    follow_ups = [world.storable(work) for work in FAILED_WORKS]
+    follow_ups = FAILED_WORKS
     return [
         *(
             Complete(id, fence, result, codec, result_ttl_ms, dedup_ttl_ms)

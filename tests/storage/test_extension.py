@@ -15,8 +15,6 @@ from holdfast.storage.validation import MAX_CALL_BYTES
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence
 
-NEEDS_EXTENSIONS = True
-
 OF_WORK: Extension = ((128, b"key"), (200, b""), (255, b"\x00last"))
 OTHER: Extension = ((129, b"other"),)
 OF_RECORD: Extension = ((1, b"one"), (99, b""), (127, b"\xff" * 300))

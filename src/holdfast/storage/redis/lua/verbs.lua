@@ -83,7 +83,7 @@ function VERBS.claim()
     for at = 1, #found.ids do
       local id, raw, entry, fence = found.ids[at], found.raws[at], found.entries[at], nil
       if tx.entries[id] ~= REMOVED then
-        size = size + #raw - (entry and entry.job.payload_at or record.HEAD_BYTES)
+        size = size + #raw - (entry and entry.job.payload_at - #entry.job.work_extension or record.HEAD_BYTES)
         if #fences > 0 and size > MAX_CALL_BYTES then break end
         if entry then
           record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
