@@ -141,7 +141,7 @@ async def test_eviction_and_what_a_user_may_not_ask_are_told_and_the_password_is
     assert "?eviction=allow" in refused.err
     assert len(refused.err.splitlines()) == 1
     assert (ada.status, ada.err) == (1, ""), ada
-    assert "  keeps      everything acknowledged survives a kill; appendfsync is not told" in ada.lines
+    assert "  keeps      everything acknowledged survives a kill; appendfsync is unknown" in ada.lines
     assert "  eviction   allkeys-lru" in ada.lines
     assert _warnings(ada.out) == ["! maxmemory-policy is allkeys-lru: jobs are deleted when memory is short"]
     assert bob.status != 0

@@ -13,7 +13,7 @@ import pytest
 import holdfast
 
 SOURCE = Path(holdfast.__file__).parent
-READERS = {"storage/redis/urls.py", "storage/redis/pipelines.py"}
+READERS = {"storage/redis/urls.py", "storage/redis/script.py"}
 """The modules that read objects of redis-py."""
 
 
