@@ -241,10 +241,11 @@ _pens: dict[int, Pen] = {}
 
 
 def pen() -> Pen:
-    """The pen of this process; a forked child has another than its parent."""
+    """The pen of this process; a forked child has another than its parent. Threads may call this for the first time at
+    the same moment: all of them get the pen that was stored first."""
     pid = os.getpid()
     if pid not in _pens:
-        _pens[pid] = Pen(Path(os.environ[HISTORY]))
+        _pens.setdefault(pid, Pen(Path(os.environ[HISTORY])))
     return _pens[pid]
 
 
