@@ -34,7 +34,6 @@ OFF_PATH = {
     "_worker.processes.child_main": "runs in child processes, which are expected to die: tests/worker",
     "_client.explain": "looks at a job, changes nothing",
     "storage.redis.audit": "an operator's look, apart from any job's way",
-    "storage.redis.pages": "lists, for operators",
     "_client.sync": "runs the same coroutines on a loop in the background",
     "testing": "runs on memory, in tests of users",
 }

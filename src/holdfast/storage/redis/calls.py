@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast._core.clock import Clock
-from holdfast.errors import HoldfastError, StorageFull, StorageUnavailable
-from holdfast.storage.redis.raw import Argument, Deliver, Reply, ServerError
+from holdfast.errors import StorageFull, StorageUnavailable
+from holdfast.storage.redis.connection import ServerConnection
+from holdfast.storage.redis.raw import Argument, Deliver, NodeAddress, Reply, ServerError
 from holdfast.storage.redis.script import SOURCES, Library, layout_error
-from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
+from holdfast.storage.redis.topology import NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
 TRY_AGAIN_S = 0.05
@@ -33,22 +35,18 @@ KEYS = (
 """What the keys of a queue, or of what a namespace shares, end in. lua/keyspace.lua describes them."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingCall:
     """One caller's part of a call: items for a verb with its options."""
 
-    __slots__ = ("count", "future", "items", "options", "repeats", "size", "verb")
-
-    def __init__(
-        self, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int, size: int
-    ) -> None:
-        self.verb = verb
-        self.options = options
-        self.items = items
-        self.count = count
-        self.size = size
-        self.repeats = False
-        """It was sent as the repetition of a call that was given up."""
-        self.future: asyncio.Future[tuple[Reply, int]] = asyncio.get_running_loop().create_future()
+    verb: str
+    options: tuple[Argument, ...]
+    items: Sequence[Argument]
+    count: int
+    size: int
+    future: asyncio.Future[tuple[Reply, int]]
+    repeats: bool = False
+    """It was sent as the repetition of a call that was given up."""
 
 
 class CallQueue:
@@ -106,14 +104,13 @@ class CallQueue:
 
     def _on_reply(self, verb: str, batch: list[PendingCall], args: tuple[Argument, ...], reply: Reply) -> None:
         self._in_flight.discard(verb)
-        refused = isinstance(reply, Exception) and isinstance(reply.__cause__, ServerError)
-        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not refused:
+        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
             self._unanswered[verb] = args
         start = 0
         for call in batch:
             if not call.future.done():
                 if isinstance(reply, Exception):
-                    call.future.set_exception(type(reply)(*reply.args))  # A new one for each caller.
+                    call.future.set_exception(self._calls.error_of(reply))
                 else:
                     call.future.set_result((reply, start))
             start += call.count
@@ -148,23 +145,23 @@ class Calls:
     ) -> tuple[Reply, int]:
         """Make a call that changes something. Returns its reply, and where in it this caller's items begin. A call
         with a count of items may be joined with others of its verb."""
-        return await self._answer_to(key, PendingCall(verb, options, items, count, size))
+        return await self._add(key, verb, options, items, count, size).future
 
     async def claim(self, key: str, options: tuple[Argument, ...]) -> tuple[Reply, bool]:
         """Make a claim. Returns its reply, and whether that is the reply to an earlier claim that got no answer."""
-        call = PendingCall("claim", options, (), 0, 0)
-        reply, _ = await self._answer_to(key, call)
+        call = self._add(key, "claim", options, (), 0, 0)
+        reply, _ = await call.future
         return reply, call.repeats
 
-    async def _answer_to(self, key: str, call: PendingCall) -> tuple[Reply, int]:
+    def _add(
+        self, key: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int, size: int
+    ) -> PendingCall:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = CallQueue(self, key)
+        call = PendingCall(verb, options, items, count, size, asyncio.get_running_loop().create_future())
         queue.add(call)
-        try:
-            return await call.future
-        except ServerError as error:
-            raise as_holdfast_error(error, self._servers.name) from error
+        return call
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
@@ -206,24 +203,22 @@ class Calls:
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, also if the key moves meanwhile."""
         deadline = self._deadline()
+        importing: NodeAddress | None = None
+        """The node that the slot of the key is being moved to, if this command goes there."""
         while True:
             try:
-                return await self._servers.connection(key).call(args, deadline, library)
-            except NodeLeft as error:
-                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
-            except ServerError as error:
-                if error.code == "TRYAGAIN":
-                    await self._wait_to_retry(asyncio.sleep(TRY_AGAIN_S), error, deadline)
+                if importing is None:
+                    return await self._servers.connection(key).call(args, deadline, library)
+                return await _call_importing(self._servers.connection_to(importing), args, deadline, library)
+            except (NodeLeft, ServerError) as error:
+                if error.code not in ("MOVED", "ASK", "TRYAGAIN"):
+                    raise self.error_of(error) from error
+                if error.code == "ASK" and importing is None and self._servers.clustered:
+                    importing = address_in(error)
                     continue
-                if error.code == "ASK" and isinstance(self._servers, ClusterServers):
-                    try:
-                        return await self._servers.call_importing(address_in(error), args, deadline, library)
-                    except ServerError as refusal:
-                        if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
-                            raise as_holdfast_error(refusal, self._servers.name) from refusal
-                elif error.code != "MOVED":
-                    raise as_holdfast_error(error, self._servers.name) from error
-                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
+                importing = None
+                pause = asyncio.sleep(TRY_AGAIN_S) if error.code == "TRYAGAIN" else self._servers.on_moved(error)
+                await self._wait_to_retry(pause, error, deadline)
 
     async def _wait_to_retry(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
         """Wait before another attempt, or give up if the deadline comes first."""
@@ -239,34 +234,48 @@ class Calls:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
+    def error_of(self, error: Exception) -> Exception:
+        """A new error for each caller; for an error of the server, one that says what to do."""
+        if not isinstance(error, ServerError):
+            return type(error)(*error.args)
+        name = self._servers.name
+        match error.code:
+            case "OOM":
+                return StorageFull(
+                    f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
+                )
+            case "HOLDFAST_LAYOUT":
+                return layout_error(f"a queue of {name}", str(error).split()[1])
+            case "HOLDFAST_SUPERSEDED":
+                return StorageUnavailable(
+                    f"a later call of this client reached {name} first: is it shared between processes?"
+                )
+            case "MOVED" | "ASK":
+                return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
+            case "NOAUTH" | "NOPERM" | "WRONGPASS":
+                return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
+            case _:
+                return StorageUnavailable(f"{name} refused a call: {error!s:.300}")
+
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+async def _call_importing(
+    connection: ServerConnection, args: tuple[Argument, ...], deadline: float, library: Library | None
+) -> Reply:
+    """Send a command to the node that a slot is being moved to."""
+    if library is not None:
+        await asyncio.gather(connection.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
+    asking = connection.call(("ASKING",), deadline)
+    reply = await connection.call(args, deadline)
+    await asking
+    return reply
+
+
 def _outcome_of(task: asyncio.Task[Reply]) -> Reply:
     if task.cancelled():
         return StorageUnavailable("the storage was closed")
     return task.exception() or task.result()
-
-
-def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
-    """The error that a caller gets for an error of the server."""
-    match error.code:
-        case "OOM":
-            return StorageFull(
-                f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
-            )
-        case "HOLDFAST_LAYOUT":
-            return layout_error(f"a queue of {name}", str(error).split()[1])
-        case "HOLDFAST_SUPERSEDED":
-            return StorageUnavailable(
-                f"a later call of this client reached {name} first: is it shared between processes?"
-            )
-        case "MOVED" | "ASK":
-            return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
-        case "NOAUTH" | "NOPERM" | "WRONGPASS":
-            return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
-        case _:
-            return StorageUnavailable(f"{name} refused a call: {error!s:.300}")
