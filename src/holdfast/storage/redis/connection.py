@@ -34,9 +34,6 @@ NOT_READY = frozenset(
     ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
 )
 """Errors of a server that will be ready later, or that another will replace: all commands are sent again."""
-NOT_LOADED = "ERR Function not found"
-MAX_LOADS = 5
-"""How often a library is sent for one call, on a server where another client keeps deleting it."""
 
 
 class ReconnectingConnection(ABC):
@@ -70,8 +67,7 @@ class ReconnectingConnection(ABC):
         """Write what a new connection begins with."""
 
     @abstractmethod
-    def _on_reply(self, reply: Reply) -> None:
-        """Take one reply of the current connection."""
+    def _on_reply(self, reply: Reply) -> None: ...
 
     @abstractmethod
     def _check(self) -> None:
@@ -160,16 +156,9 @@ class PendingCommand:
     deliver: Deliver | None
     """None once it was answered, or given up."""
     library: Library | None
-    loads: int = 0
-    """How often the library was sent for this command."""
-    load_error: str = ""
-    """Why the server did not take the library."""
+    loaded: bool = False
+    """The library was sent for this command."""
     sent_at: float = 0.0
-
-    def on_load_reply(self, reply: Reply) -> None:
-        """Note why the library was refused. If another client has loaded it meanwhile, that is as good."""
-        if isinstance(reply, Exception) and "already exists" not in str(reply):
-            self.load_error = str(reply)
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -254,23 +243,21 @@ class ServerConnection(ReconnectingConnection):
             if reply.code in NOT_READY:
                 self._break(f"not ready: {reply}")
                 return
-            if str(reply).startswith(NOT_LOADED) and self._pending[0].loads < MAX_LOADS:
-                self._load_library_for(self._pending.popleft())
+            library = self._pending[0].library
+            if library is not None and str(reply).startswith("ERR Function not found"):
+                self._load(library, self._pending.popleft())
                 return
         self._pause_s = BACKOFF_S[0]
         self._pending.popleft().answer(reply)
 
-    def _load_library_for(self, command: PendingCommand) -> None:
-        """Send the library's text, and the command again. A server that does not take the library (it is full, or the
-        user lacks the permission) gets the whole text as a script, with every call."""
-        assert command.library is not None
-        command.loads += 1
-        if command.load_error:
-            name = str(command.args[1])
-            command.args = ("EVAL", command.library.script(name), *command.args[2:])
+    def _load(self, library: Library, command: PendingCommand) -> None:
+        """Send the library's text, and the command again. A server that has no library even then (it is full, the user
+        lacks the permission, or another client has deleted it) gets the whole text as a script."""
+        if command.loaded:
+            command.args = ("EVAL", library.script(str(command.args[1])), *command.args[2:])
         else:
-            load = ("FUNCTION", "LOAD", command.library.text)
-            self._append(PendingCommand(load, command.deadline, command.on_load_reply, None))
+            command.loaded = True
+            self._append(PendingCommand(("FUNCTION", "LOAD", library.text), command.deadline, None, None))
         self._append(command)
 
     def _next_pause_s(self) -> float:
