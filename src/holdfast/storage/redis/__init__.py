@@ -102,7 +102,6 @@ class RedisStorage(Storage):
         self._name = f"{{{namespace}}}"
         """What the names of the keys begin with that the whole namespace shares."""
         self._servers = servers
-        self._clock = clock
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
@@ -124,7 +123,7 @@ class RedisStorage(Storage):
         clone = RedisStorage(
             self._servers.clone(),
             namespace=self.namespace,
-            clock=self._clock,
+            clock=self._calls.clock,
             max_payload=self._max_payload,
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
@@ -351,29 +350,24 @@ class RedisStorage(Storage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen_to(topics))
+        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen(topics))
 
-    async def _listen_to(self, topics: Sequence[Topic]) -> Callable[[], None]:
+    async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
         """Ask the server for events of these topics. Returns a function that ends this."""
-        leaves = ExitStack()
-        with leaves:
+        with ExitStack() as leaves:
             for topic in topics:
-                leaves.callback(await self._listen(topic))
+                key = self._key(topic.queue)
+                if self._is_wake(topic):
+                    self._wake_listener.add(f"{key}:wake")
+                    leaves.callback(self._wake_listener.remove, f"{key}:wake")
+                elif _is_answer(topic):  # A caller that waited once will wait again: these channels are never left.
+                    for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
+                        await self._listener(channel).listen(channel, self._timeout_s)
+                else:
+                    listener = self._listener(f"{key}:events")
+                    await listener.listen(f"{key}:events", self._timeout_s)
+                    leaves.callback(listener.leave, f"{key}:events")
             return leaves.pop_all().close
-
-    async def _listen(self, topic: Topic) -> Callable[[], None]:
-        key = self._key(topic.queue)
-        if self._is_wake(topic):
-            self._wake_listener.add(f"{key}:wake")
-            return lambda: self._wake_listener.remove(f"{key}:wake")
-        if _is_answer(topic):
-            for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
-                await self._listener(channel).listen(channel, self._timeout_s)
-            return lambda: None  # Who waited once will wait again.
-        channel = f"{key}:events"
-        listener = self._listener(channel)
-        await listener.listen(channel, self._timeout_s)
-        return lambda: listener.leave(channel)
 
     def _listener(self, channel: str) -> PubSubListener:
         node = self._servers.node_of(channel)
@@ -405,7 +399,7 @@ class RedisStorage(Storage):
 
 
 def _is_answer(topic: Topic) -> bool:
-    """Is this the topic of someone who waits for one job? It is told by name, with the outcome if that is small."""
+    """Is this the topic of a caller that waits for one job? It gets its own message, with a small outcome in it."""
     return topic.only == "ends" and topic.id is not None
 
 

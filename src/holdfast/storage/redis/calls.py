@@ -69,32 +69,29 @@ class CallQueue:
     def _send_ready(self) -> None:
         """Send the first call, with those behind it that fit, unless a call of its verb is in flight; then the next."""
         while (first := self._first()) is not None and first.verb not in self._in_flight:
-            self._send(first.verb, self._pop_batch(first))
+            batch = [self._waiting.popleft()]
+            count, size = first.count, first.size
+            while (call := self._first()) is not None and first.count and call.count:
+                count += call.count
+                size += call.size
+                fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
+                if not fits or call.verb != first.verb or call.options != first.options:
+                    break
+                batch.append(self._waiting.popleft())
+            self._send(first.verb, batch)
 
     def _first(self) -> PendingCall | None:
         while self._waiting and self._waiting[0].future.cancelled():
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
-    def _pop_batch(self, first: PendingCall) -> list[PendingCall]:
-        """The longest batch that begins with the first call."""
-        batch = [self._waiting.popleft()]
-        count, size = first.count, first.size
-        while (call := self._first()) is not None and first.count and call.count:
-            count += call.count
-            size += call.size
-            fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
-            if not fits or call.verb != first.verb or call.options != first.options:
-                break
-            batch.append(self._waiting.popleft())
-        return batch
-
     def _send(self, verb: str, batch: list[PendingCall]) -> None:
         self._in_flight.add(verb)
         items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
         args = (*batch[0].options, *items)
         before = self._unanswered.pop(verb, None)
-        if before is not None and _is_repeated(verb, before, args):
+        # A claim is repeated if the worker is the same, for any number of jobs.
+        if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
             args = before  # Under the same number: it is done once, and now its answer arrives.
             batch[0].repeats = True
         else:
@@ -117,18 +114,13 @@ class CallQueue:
         self._send_ready()
 
 
-def _is_repeated(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
-    """Is a call the repetition of an earlier one? A claim is if the worker is the same, for any number of jobs."""
-    return before[1:] == now[1:] if verb == "claim" else before == now
-
-
 class Calls:
     """All calls of one storage object: its name as a client, its library, and one CallQueue per queue."""
 
     def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
         self._client = client
-        self._clock = clock
+        self.clock = clock
         self._timeout_s = timeout_s
         self._library = Library(SOURCES, clock is not None)
         self._queues: dict[str, CallQueue] = {}
@@ -180,12 +172,13 @@ class Calls:
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda task: deliver(_outcome_of(task)))
+        closed = StorageUnavailable("the storage was closed")
+        task.add_done_callback(lambda task: deliver(closed if task.cancelled() else task.exception() or task.result()))
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
         keys = self._keys(key, verb) if self._servers.clustered else (key + ":meta",)
-        clock = () if self._clock is None else (self._clock.now_us(),)
+        clock = () if self.clock is None else (self.clock.now_us(),)
         return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
 
     def _keys(self, key: str, verb: str) -> tuple[str, ...]:
@@ -196,9 +189,9 @@ class Calls:
     def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
         """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
         keys = (f"{key}:meta", f"{shared}:queues")
-        words = (queue, "enqueue", self._client, "")
-        clock = () if self._clock is None else (self._clock.now_us(),)
-        return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words, *items, *clock)
+        clock = () if self.clock is None else (self.clock.now_us(),)
+        words = (queue, "enqueue", self._client, "", *items, *clock)
+        return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, also if the key moves meanwhile."""
@@ -273,9 +266,3 @@ async def _call_importing(
     reply = await connection.call(args, deadline)
     await asking
     return reply
-
-
-def _outcome_of(task: asyncio.Task[Reply]) -> Reply:
-    if task.cancelled():
-        return StorageUnavailable("the storage was closed")
-    return task.exception() or task.result()

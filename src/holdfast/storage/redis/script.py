@@ -89,16 +89,6 @@ def join(sources: Mapping[str, str], names: Sequence[str]) -> str:
     return "".join(sources[name] if name == SHARED else f"do {sources[name]}end\n" for name in names)
 
 
-def place_of(line: int, sources: Mapping[str, str] = SOURCES) -> str:
-    """File and line of a line of the joined text."""
-    for name in FILES:
-        count = sources[name].count("\n") + (name != SHARED)
-        if line <= count:
-            return f"{name}.lua:{line}"
-        line -= count
-    raise LookupError(line)
-
-
 def layout_error(place: str, found: str) -> HoldfastError:
     """The error for data of another layout, which is neither read nor written."""
     if found.isdigit() and int(found) < LAYOUT:
