@@ -36,7 +36,7 @@ from holdfast._core.replies import (
     WorkerCommands,
     WorkerFacts,
 )
-from holdfast.errors import OptionError, StorageUnavailable
+from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
 from holdfast.storage.local.views import as_read
@@ -67,8 +67,6 @@ log = logging.getLogger("holdfast.redis")
 
 TIMEOUT_S = 10.0
 """How long a call tries to reach the server before it gives up."""
-MAX_TIMEOUT_S = 300.0
-"""A reply is kept for ten minutes: who repeated a call for longer could repeat what it did."""
 CLIENT_BYTES = 9
 """Random bytes in a client's name, which has 12 characters: transaction.lua cuts lists of waiters there."""
 
@@ -102,6 +100,7 @@ class RedisStorage(Storage):
         self._name = f"{{{namespace}}}"
         """What the names of the keys begin with that the whole namespace shares."""
         self._servers = servers
+        self._clock = clock
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
@@ -123,7 +122,7 @@ class RedisStorage(Storage):
         clone = RedisStorage(
             self._servers.clone(),
             namespace=self.namespace,
-            clock=self._calls.clock,
+            clock=self._clock,
             max_payload=self._max_payload,
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
@@ -224,7 +223,7 @@ class RedisStorage(Storage):
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
         key = self._key(queue)
-        reply, late = await self._calls.claim(key, (limit, worker, lease_ms))
+        reply, late = await self._calls.call(key, "claim", (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
         if len(claim.jobs) < limit:
             self._wake_listener.rearm(f"{key}:wake")
@@ -414,15 +413,7 @@ def _time(at: int) -> int | None:
 def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
     """The storage that a URL names. `shown` is the URL without its password."""
     servers, ours = servers_from_url(url, shown)
-    if ours.get("eviction", "refuse") not in ("refuse", "allow"):
-        raise OptionError(f"{shown!r:.120}: eviction is 'refuse' or 'allow'")
-    try:
-        timeout_s = float(ours.get("timeout", TIMEOUT_S))
-    except ValueError:
-        timeout_s = 0.0
-    if not 0.1 <= timeout_s <= MAX_TIMEOUT_S:
-        raise OptionError(f"{shown!r:.120}: timeout is a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
-    return RedisStorage(servers, timeout_s=timeout_s, allow_eviction=ours.get("eviction") == "allow", **options)
+    return RedisStorage(servers, **ours, **options)
 
 
 def of_client(client: object, **options: Any) -> RedisStorage:

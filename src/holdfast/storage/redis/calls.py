@@ -45,8 +45,6 @@ class PendingCall:
     count: int
     size: int
     future: asyncio.Future[tuple[Reply, int]]
-    repeats: bool = False
-    """It was sent as the repetition of a call that was given up."""
 
 
 class CallQueue:
@@ -90,20 +88,22 @@ class CallQueue:
         items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
         args = (*batch[0].options, *items)
         before = self._unanswered.pop(verb, None)
+        start = 0
         # A claim is repeated if the worker is the same, for any number of jobs.
         if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
             args = before  # Under the same number: it is done once, and now its answer arrives.
-            batch[0].repeats = True
+            start = int(verb == "claim")
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
-        number = self._numbers[verb]
-        self._calls.send(verb, self._key, number, args, lambda reply: self._on_reply(verb, batch, args, reply))
+        self._calls.send(
+            verb, self._key, self._numbers[verb], args, lambda reply: self._on_reply(batch, start, args, reply)
+        )
 
-    def _on_reply(self, verb: str, batch: list[PendingCall], args: tuple[Argument, ...], reply: Reply) -> None:
+    def _on_reply(self, batch: list[PendingCall], start: int, args: tuple[Argument, ...], reply: Reply) -> None:
+        verb = batch[0].verb
         self._in_flight.discard(verb)
         if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
             self._unanswered[verb] = args
-        start = 0
         for call in batch:
             if not call.future.done():
                 if isinstance(reply, Exception):
@@ -120,13 +120,13 @@ class Calls:
     def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
         self._client = client
-        self.clock = clock
+        self._clock = clock
         self._timeout_s = timeout_s
         self._library = Library(SOURCES, clock is not None)
         self._queues: dict[str, CallQueue] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
-    async def call(
+    def call(
         self,
         key: str,
         verb: str,
@@ -134,26 +134,16 @@ class Calls:
         items: Sequence[Argument] = (),
         count: int = 0,
         size: int = 0,
-    ) -> tuple[Reply, int]:
-        """Make a call that changes something. Returns its reply, and where in it this caller's items begin. A call
-        with a count of items may be joined with others of its verb."""
-        return await self._add(key, verb, options, items, count, size).future
-
-    async def claim(self, key: str, options: tuple[Argument, ...]) -> tuple[Reply, bool]:
-        """Make a claim. Returns its reply, and whether that is the reply to an earlier claim that got no answer."""
-        call = self._add(key, "claim", options, (), 0, 0)
-        reply, _ = await call.future
-        return reply, call.repeats
-
-    def _add(
-        self, key: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int, size: int
-    ) -> PendingCall:
+    ) -> asyncio.Future[tuple[Reply, int]]:
+        """Make a call that changes something. The future has its reply, and where in it this caller's items begin. A
+        call with a count of items may be joined with others of its verb. A claim has no items: instead of their place
+        the future has 1 if the reply is that of an earlier claim that got no answer."""
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = CallQueue(self, key)
         call = PendingCall(verb, options, items, count, size, asyncio.get_running_loop().create_future())
         queue.add(call)
-        return call
+        return call.future
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
@@ -178,7 +168,7 @@ class Calls:
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
         keys = self._keys(key, verb) if self._servers.clustered else (key + ":meta",)
-        clock = () if self.clock is None else (self.clock.now_us(),)
+        clock = () if self._clock is None else (self._clock.now_us(),)
         return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
 
     def _keys(self, key: str, verb: str) -> tuple[str, ...]:
@@ -189,7 +179,7 @@ class Calls:
     def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
         """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
         keys = (f"{key}:meta", f"{shared}:queues")
-        clock = () if self.clock is None else (self.clock.now_us(),)
+        clock = () if self._clock is None else (self._clock.now_us(),)
         words = (queue, "enqueue", self._client, "", *items, *clock)
         return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words)
 

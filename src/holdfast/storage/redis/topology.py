@@ -132,7 +132,7 @@ class ClusterServers(Servers):
 
     seeds: list[NodeAddress]
     _slots: list[SlotRange] = field(default_factory=list[SlotRange], init=False)
-    _refreshing: asyncio.Task[None] | None = field(default=None, init=False)
+    _refreshing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _refreshed_at: float = field(default=0.0, init=False)
     clustered = True
 
@@ -162,19 +162,12 @@ class ClusterServers(Servers):
     async def on_moved(self, error: Exception) -> None:
         """Ask for the map once, however many callers find out at the same time."""
         loop = asyncio.get_running_loop()
-        if loop.time() - self._refreshed_at < REFRESH_S:
+        found_at = loop.time()
+        if found_at - self._refreshed_at < REFRESH_S:
             await asyncio.sleep(REFRESH_S)
-        if self._refreshing is None:
-            self._refreshing = loop.create_task(self._refresh(), name=f"holdfast slots {self.name}")
-            self._refreshing.add_done_callback(self._on_refreshed)
-        await asyncio.shield(self._refreshing)
-
-    async def close(self) -> None:
-        refreshing = self._refreshing
-        if refreshing is not None:
-            refreshing.cancel()
-        await super().close()
-        await all_ended([refreshing])
+        async with self._refreshing:
+            if self._refreshed_at < found_at:
+                await self._refresh()
 
     async def _refresh(self) -> None:
         """Ask known nodes and then the seeds for the map, until one answers."""
@@ -194,11 +187,6 @@ class ClusterServers(Servers):
                 return
             trouble = f"{address[0]}:{address[1]} answered {reply!r:.100}"
         raise ConnectionError(f"no node of {self.name} answered where the slots are ({trouble})")
-
-    def _on_refreshed(self, task: asyncio.Task[None]) -> None:
-        self._refreshing = None
-        if not task.cancelled():
-            task.exception()  # Callers that wait get it; if all were cancelled, it is not reported as lost.
 
 
 def slot_of(key: str) -> int:

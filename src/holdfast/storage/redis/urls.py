@@ -16,8 +16,8 @@ from holdfast.errors import OptionError
 from holdfast.storage.redis.raw import KEEPALIVE, ConnectOptions, NodeAddress
 from holdfast.storage.redis.topology import ClusterServers, SentinelServers, Servers
 
-HOLDFAST_OPTIONS = ("timeout", "eviction")
-"""Options of a URL that the storage reads itself. All others have redis-py's names and meanings."""
+MAX_TIMEOUT_S = 300.0
+"""A reply is kept for ten minutes: a call that is repeated for longer could be done twice."""
 VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
@@ -41,6 +41,19 @@ def _verify_flags(text: str) -> list[ssl.VerifyFlags]:
     return [ssl.VerifyFlags[name] for name in names]
 
 
+def _timeout(text: str) -> float:
+    timeout_s = float(text)
+    if not 0.1 <= timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"it is a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
+    return timeout_s
+
+
+def _allow_eviction(text: str) -> bool:
+    if text not in ("refuse", "allow"):
+        raise ValueError("it is 'refuse' or 'allow'")
+    return text == "allow"
+
+
 USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("username", "password", "client_name", "ssl_keyfile", "ssl_certfile", "ssl_password"), str),
     **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_ciphers"), str),
@@ -50,8 +63,11 @@ USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "ssl_cert_reqs": _verify_mode,
     "ssl_check_hostname": _bool,
     "ssl_min_version": lambda text: ssl.TLSVersion(int(text)),
+    "timeout": _timeout,
+    "eviction": _allow_eviction,
 }
-"""Options of a URL that change a connection, and how their text is read."""
+"""Options of a URL that are used, and how their text is read. The last two are for the storage; all others have
+redis-py's names and meanings."""
 UNUSED_OPTIONS = frozenset(
     (
         *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
@@ -62,7 +78,7 @@ UNUSED_OPTIONS = frozenset(
 """Options of a URL that redis-py has and that change nothing here: Holdfast has its own retries and timeouts."""
 
 
-def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
+def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
     """The servers that a URL names, and its options for the storage. `shown` is the URL as errors may show it: a part
     of a URL that is not well formed may be a part of the password, so errors show no other part."""
     try:
@@ -73,7 +89,7 @@ def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
         raise OptionError(f"{shown!r:.120} is not a URL of a server: check its hosts and ports") from None
 
 
-def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
+def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, Any]]:
     scheme, path, service = parts.scheme, parts.path.strip("/"), ""
     credentials, _, hosts = parts.netloc.rpartition("@")
     if "," in hosts and scheme not in ("redis+sentinel", "redis+cluster"):
@@ -86,12 +102,14 @@ def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str
     if path and not path.isdigit():
         raise OptionError(f"{shown!r:.120} has a database that is not a number")
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-    storage_options = {name: query.pop(name) for name in HOLDFAST_OPTIONS if name in query}
     login = {name: query.pop(f"sentinel_{name}", "") for name in ("username", "password") if service}
     tls = scheme in ("rediss", "valkeys") or query.pop("ssl", "") in ("1", "true", "True")
     username, _, password = credentials.partition(":")
-    settings = {"username": unquote(username), "password": unquote(password), "db": int(path or 0)}
-    options = connect_options(settings | _read_query(query, shown), tls).at(addresses[0])
+    settings: dict[str, Any] = {"username": unquote(username), "password": unquote(password), "db": int(path or 0)}
+    settings |= _read_query(query, shown)
+    names = {"timeout": "timeout_s", "eviction": "allow_eviction"}
+    storage_options = {names[name]: value for name, value in settings.items() if name in names}
+    options = connect_options(settings, tls).at(addresses[0])
     if service:
         sentinels = [connect_options(login, tls=False).at(address) for address in addresses]
         return SentinelServers(shown, options, service, sentinels), storage_options
