@@ -94,6 +94,7 @@ class RedisStorage(Storage):
         max_payload: int = validation.MAX_PAYLOAD_BYTES,
         timeout_s: float = TIMEOUT_S,
         allow_eviction: bool = False,
+        log_level: int = logging.INFO,
     ) -> None:
         super().__init__(max_payload)
         self.namespace = validation.check_namespace(namespace)
@@ -103,6 +104,7 @@ class RedisStorage(Storage):
         self._clock = clock
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
+        self._log_level = log_level
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
         self._wake_listener = WakeTokenListener(servers, self._on_wake)
@@ -110,7 +112,6 @@ class RedisStorage(Storage):
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
         """Queues that this client has put on the namespace's list."""
-        self._log_level = logging.INFO
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
@@ -119,16 +120,15 @@ class RedisStorage(Storage):
         return await server_info.describe(self._calls, self._name, self._servers.name)
 
     def clone(self) -> RedisStorage:
-        clone = RedisStorage(
+        return RedisStorage(
             self._servers.clone(),
             namespace=self.namespace,
             clock=self._clock,
             max_payload=self._max_payload,
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
+            log_level=logging.DEBUG,  # The first storage has logged its server.
         )
-        clone._log_level = logging.DEBUG  # The first storage has logged it.
-        return clone
 
     async def _open(self) -> None:
         if self._pid is not None:

@@ -130,21 +130,16 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     if flags | FLAG_CUSTOM_ID == PLAIN and generation <= LAST and run_at <= LAST:
         work = Work(raw[at:], priority=priority)
         return Job(clean_id(id), work, generation, run_at, generation, 0, flags == PLAIN, int(run is not None), run=run)
-    arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = generation, 0, 0, 0, 0, 0, 0, 0
+    numbers = [generation, 0, 0, 0, 0, 0, 0, 0]
     error: bytes | None = None
     previous: Outcome | None = None
     if flags & LONG:
-        (
-            *(arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at),
-            error_size,
-            previous_size,
-            waiters_size,
-        ) = _LONG.unpack_from(raw, at)
-        at += _LONG.size
-        error, at = _bytes(raw, at, error_size)
+        *numbers, error_size, previous_size, waiters_size = _LONG.unpack_from(raw, at)
+        error, at = _bytes(raw, at + _LONG.size, error_size)
         if previous_size:
             previous = decode_outcome(raw[at : at + previous_size])
         at += previous_size + waiters_size
+    arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = numbers
     outcome: Outcome | None = None
     if flags & FLAG_FINISHED:
         packed, at = _sized(raw, at, _SIZE)
@@ -158,28 +153,12 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
         of_job, of_work, at = _extension_at(raw, at)
     if at > len(raw):
         raise ValueError("shorter than it says")
-    _check_times(generation, run_at, arrival, wall_at, keep, keep_until_at)
-    payload = raw[at:] if flags & PAYLOAD else None
-    return Job(
-        clean_id(id),
-        _work_of(payload, priority, terms, of_work),
-        generation,
-        run_at,
-        arrival,
-        wall_at,
-        bool(flags & FLAG_CUSTOM_ID),
-        attempts + (run is not None),
-        retries,
-        stalls,
-        timeouts,
-        error,
-        run,
-        outcome,
-        previous,
-        keep - 1 if keep else None,
-        keep_until_at,
-        of_job,
-    )
+    times = (generation, run_at, arrival, wall_at)
+    _check_times(*times, keep, keep_until_at)
+    work = _work_of(raw[at:] if flags & PAYLOAD else None, priority, terms, of_work)
+    counts = (attempts + (run is not None), retries, stalls, timeouts)
+    custom_id, kept = bool(flags & FLAG_CUSTOM_ID), (keep - 1 if keep else None, keep_until_at)
+    return Job(clean_id(id), work, *times, custom_id, *counts, error, run, outcome, previous, *kept, of_job)
 
 
 def _check_times(*times: int) -> None:

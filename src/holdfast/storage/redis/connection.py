@@ -59,12 +59,10 @@ class ReconnectingConnection(ABC):
         """Why there is no connection, or why the last one ended."""
 
     @abstractmethod
-    def _is_needed(self) -> bool:
-        """Is there anything for a connection to do?"""
+    def _is_needed(self) -> bool: ...
 
     @abstractmethod
-    def _on_connected(self, raw: RawConnection) -> None:
-        """Write what a new connection begins with."""
+    def _on_connected(self, raw: RawConnection) -> None: ...
 
     @abstractmethod
     def _on_reply(self, reply: Reply) -> None: ...
@@ -74,7 +72,7 @@ class ReconnectingConnection(ABC):
         """Look for a connection that does not answer. Called once after `_check_after`."""
 
     def _on_disconnected(self) -> None:  # noqa: B027
-        """Forget what was true of the connection only. Nothing, unless a subclass says so."""
+        """Forget what was true of the connection only."""
 
     def _on_connect_error(self, error: Exception) -> None:  # noqa: B027
         """Note a failed attempt. Another one follows if a connection is still needed afterwards."""
@@ -92,7 +90,6 @@ class ReconnectingConnection(ABC):
         return opening
 
     def _ensure_open(self) -> None:
-        """Connect now, unless a connection exists or is being opened."""
         if self._raw is None and self._opening is None:
             self._loop = asyncio.get_running_loop()
             if self._retry is not None:

@@ -21,24 +21,23 @@ MAX_TIMEOUT_S = 300.0
 VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
-def _bool(text: str) -> bool:
-    return text.upper() not in ("0", "F", "FALSE", "N", "NO", "")
-
-
 def _verify_mode(value: Any) -> ssl.VerifyMode:
     """`required` and so on as redis-py has them: a word, a constant of `ssl`, or None."""
-    if isinstance(value, str) and value not in VERIFY_MODES:
-        raise ValueError("ssl_cert_reqs is none, optional or required")
     return ssl.VerifyMode(VERIFY_MODES.get(value, value or ssl.CERT_NONE))
+
+
+def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"it is one of {', '.join(values)}")
+        return values[text]
+
+    return read
 
 
 def _verify_flags(text: str) -> list[ssl.VerifyFlags]:
     """Flags from text such as `VERIFY_X509_STRICT,VERIFY_CRL_CHECK_LEAF`; brackets around it are allowed."""
-    names = [name.strip() for name in text.strip("[] ").split(",")]
-    unknown = [name for name in names if name not in ssl.VerifyFlags.__members__]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r:.40} is not one of ssl.VerifyFlags")
-    return [ssl.VerifyFlags[name] for name in names]
+    return [_one_of(ssl.VerifyFlags.__members__)(name.strip()) for name in text.strip("[] ").split(",")]
 
 
 def _timeout(text: str) -> float:
@@ -48,23 +47,17 @@ def _timeout(text: str) -> float:
     return timeout_s
 
 
-def _allow_eviction(text: str) -> bool:
-    if text not in ("refuse", "allow"):
-        raise ValueError("it is 'refuse' or 'allow'")
-    return text == "allow"
-
-
 USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("username", "password", "client_name", "ssl_keyfile", "ssl_certfile", "ssl_password"), str),
     **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_ciphers"), str),
     **dict.fromkeys(("ssl_include_verify_flags", "ssl_exclude_verify_flags"), _verify_flags),
     "db": int,
     "socket_connect_timeout": float,
-    "ssl_cert_reqs": _verify_mode,
-    "ssl_check_hostname": _bool,
+    "ssl_cert_reqs": _one_of(VERIFY_MODES),
+    "ssl_check_hostname": lambda text: text.upper() not in ("0", "F", "FALSE", "N", "NO", ""),
     "ssl_min_version": lambda text: ssl.TLSVersion(int(text)),
     "timeout": _timeout,
-    "eviction": _allow_eviction,
+    "eviction": _one_of({"refuse": False, "allow": True}),
 }
 """Options of a URL that are used, and how their text is read. The last two are for the storage; all others have
 redis-py's names and meanings."""
