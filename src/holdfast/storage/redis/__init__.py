@@ -295,8 +295,10 @@ class RedisStorage(Storage):
         return codes
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
+        if queue not in self._listed:
+            await self._list(queue)
         options = (int(paused), reason if paused else "")
-        await self._call_making(queue, queue not in self._listed, self._key(queue), "pause", options)
+        await self._call_making(queue, False, self._key(queue), "pause", options)
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
         reply, _ = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
