@@ -123,7 +123,7 @@ BUGS = [
         "a cached outcome without a result is taken for missing",
         "__init__.py",
         "            if 0 <= index < len(replies) and outcome:\n",
-        "            if 0 <= index < len(replies) and outcome and decode_outcome(outcome).result is not None:\n",
+        "            if 0 <= index < len(replies) and outcome and codec.decode_outcome(outcome).result is not None:\n",
         ("test_seeds_platformatic", REMEMBERING),
     ),
     Bug(
@@ -691,7 +691,7 @@ BUGS = [
         "garbled for the client only",
         "a record that the client cannot read makes the whole claim raise",
         "__init__.py",
-        "            except UNREADABLE:\n                garbled += (",
+        "            except codec.UNREADABLE:\n                garbled += (",
         "            except ZeroDivisionError:\n                garbled += (",
         (LINES,),
     ),

@@ -40,21 +40,9 @@ from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
 from holdfast.storage.local.views import as_read
-from holdfast.storage.redis import reads, server_info
+from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.codec import (
-    ENQUEUED,
-    FENCE,
-    PLACED,
-    STATES,
-    UNREADABLE,
-    decode_events,
-    decode_job,
-    decode_outcome,
-    request_args,
-    settlement_args,
-)
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error
@@ -199,25 +187,25 @@ class RedisStorage(Storage):
         items: list[Argument] = []
         size = 0
         for request in jobs:
-            items += request_args(request)
+            items += codec.request_args(request)
             size += len(request.work.payload or b"")
         key, unlisted = self._key(queue), queue not in self._listed
         reply, start = await self._call_making(queue, unlisted, key, "enqueue", (), items, len(jobs), size)
         _, packed, cached = reply
-        mine = packed[start * ENQUEUED.size : (start + len(jobs)) * ENQUEUED.size]
+        mine = packed[start * codec.ENQUEUED.size : (start + len(jobs)) * codec.ENQUEUED.size]
         replies: list[Enqueued] = [
-            Enqueued(request.id, PLACED[placed], generation, STATES[state])
-            for request, (placed, state, generation) in zip(jobs, _each(ENQUEUED, mine), strict=True)
+            Enqueued(request.id, codec.PLACED[placed], generation, codec.STATES[state])
+            for request, (placed, state, generation) in zip(jobs, _each(codec.ENQUEUED, mine), strict=True)
         ]
         for at, outcome, *_ in cached:
             index: int = at - 1 - start
             if 0 <= index < len(replies) and outcome:
-                replies[index] = msgspec.structs.replace(replies[index], outcome=decode_outcome(outcome))
+                replies[index] = msgspec.structs.replace(replies[index], outcome=codec.decode_outcome(outcome))
         return replies
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
         pipeline = pipeline_for(transaction, self._servers)
-        items = [arg for request in jobs for arg in request_args(request)]
+        items = [arg for request in jobs for arg in codec.request_args(request)]
         pipeline.execute_command(*self._calls.enqueue_in_multi(self._key(queue), self._name, queue, items))
         return [None] * len(jobs)
 
@@ -239,11 +227,11 @@ class RedisStorage(Storage):
         time = QueueTime(now, skew=skew)
         jobs: list[Job] = []
         garbled: list[Argument] = []
-        for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(FENCE, fences), strict=True):
+        for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(codec.FENCE, fences), strict=True):
             run = StoredLease(worker, fence, lease_ms, now + 1000 * lease_ms)
             try:
-                jobs.append(as_read(decode_job(id, raw, run), time))
-            except UNREADABLE:
+                jobs.append(as_read(codec.decode_job(id, raw, run), time))
+            except codec.UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
         if garbled:  # What only a client can judge: codecs and limits.
             await self._calls.call(self._key(queue), "repair", tuple(garbled))
@@ -261,7 +249,7 @@ class RedisStorage(Storage):
         items: list[Argument] = []
         size = 0
         for item in batch:
-            args = settlement_args(item)
+            args = codec.settlement_args(item)
             items += args
             size += len(args[2]) + len(args[3])
         key, companion = self._key(queue), queue + FAILED_SUFFIX
@@ -308,7 +296,7 @@ class RedisStorage(Storage):
         )
 
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
-        wanted = "".join(str(STATES.index(state)) for state in states)
+        wanted = "".join(str(codec.STATES.index(state)) for state in states)
         reply, _ = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
         done, dropped = reply
         if dropped:
@@ -385,8 +373,8 @@ class RedisStorage(Storage):
         to_waiters = rest != "events"
         queue = self._queue(key.removesuffix(":to") if to_waiters else key)
         try:
-            events = list(decode_events(queue, message))
-        except UNREADABLE:
+            events = list(codec.decode_events(queue, message))
+        except codec.UNREADABLE:
             log.warning("a message of %d bytes on %s could not be read", len(message), channel)
             return
         if to_waiters:

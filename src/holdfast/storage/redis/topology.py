@@ -55,7 +55,7 @@ async def all_ended(tasks: Iterable[asyncio.Task[None] | None]) -> None:
     await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Servers:
     """One server, which has all keys. The subclasses find the server of a key."""
 
@@ -99,7 +99,7 @@ class Servers:
         self._connections.clear()  # Only now: calls that fail by this send the next, which must fail as well.
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SentinelServers(Servers):
     """The master that sentinels name: they are asked whenever a connection is opened."""
 
@@ -126,7 +126,7 @@ class SentinelServers(Servers):
         raise ConnectionError(f"no sentinel named the master of {self.service!r} ({trouble})")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ClusterServers(Servers):
     """The nodes of a cluster, one connection each, and which node has which slots."""
 
