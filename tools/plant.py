@@ -57,6 +57,7 @@ class Bug(NamedTuple):
 
 
 HOLDS = "return job and job.run and job.run.fence == fence and job.run.worker == worker"
+RESEND = "        for command in self._pending:\n            command.sent_at = self._loop.time()\n"
 
 BUGS = [
     # Flaws of the predecessors
@@ -122,7 +123,7 @@ BUGS = [
         "a cached outcome without a result is taken for missing",
         "__init__.py",
         "            if 0 <= index < len(replies) and outcome:\n",
-        "            if 0 <= index < len(replies) and outcome and decode_outcome(outcome).result is not None:\n",
+        "            if 0 <= index < len(replies) and outcome and codec.decode_outcome(outcome).result is not None:\n",
         ("test_seeds_platformatic", REMEMBERING),
     ),
     Bug(
@@ -348,37 +349,35 @@ BUGS = [
         "a new number for every attempt",
         "a call whose reply was lost is made twice",
         "connection.py",
-        "        for command in self._pending:\n            self._write(raw, command)\n",
+        RESEND,
         "        for command in self._pending:\n"
         "            if command.sent_at and command.args[0] == 'FCALL' and command.args[6]:\n"
         "                command.args = (*command.args[:6], int(command.args[6]) + 1000, *command.args[7:])\n"
-        "            self._write(raw, command)\n",
+        "            command.sent_at = self._loop.time()\n",
         (CRASHES,),
     ),
     Bug(
         "resent in reverse",
         "after a break, calls overtake each other",
         "connection.py",
-        "        for command in self._pending:\n            self._write(raw, command)\n",
-        "        self._pending = deque(reversed(self._pending))\n"
-        "        for command in self._pending:\n            self._write(raw, command)\n",
+        RESEND,
+        f"        self._pending = deque(reversed(self._pending))\n{RESEND}",
         (CRASHES,),
     ),
     Bug(
         "not resent",
         "what was in flight when the connection broke is lost",
         "connection.py",
-        "        for command in self._pending:\n            self._write(raw, command)\n",
-        "        for command in self._pending:\n"
-        "            if not command.sent_at:\n                self._write(raw, command)\n",
+        RESEND,
+        RESEND.replace("self._pending:", "[each for each in self._pending if not each.sent_at]:"),
         (CRASHES,),
     ),
     Bug(
         "library not loaded again",
         "a server that was restarted refuses all calls",
         "connection.py",
-        "            if str(reply).startswith(NOT_LOADED)",
-        "            if not reply",
+        "            if library is not None and str(reply)",
+        "            if library is None and str(reply)",
         (CALLS,),
     ),
     Bug(
@@ -409,17 +408,17 @@ BUGS = [
         "every caller gets the first replies",
         "as above",
         "__init__.py",
-        "        return [_SETTLED[code] for code in replies[start : start + len(batch)]]\n",
-        "        return [_SETTLED[code] for code in replies[: len(batch)]]\n",
+        "        return [_SETTLED[code] for code in reply[1][start : start + len(batch)]]\n",
+        "        return [_SETTLED[code] for code in reply[1][: len(batch)]]\n",
         (CALLS,),
     ),
     Bug(
         "verbs overtake each other",
         "calls of one client to one queue are not made in their order",
         "calls.py",
-        "            if not fits or call.verb != first.verb or call.options != first.options:\n                break\n",
-        "            if call.verb != first.verb:\n                self._waiting.rotate(-1)\n                break\n"
-        "            if not fits or call.options != first.options:\n                break\n",
+        "                if not fits or call.verb != first.verb or call.options != first.options:\n",
+        "                if call.verb != first.verb:\n                    self._waiting.rotate(-1)\n"
+        "                if not fits or call.verb != first.verb or call.options != first.options:\n",
         (CALLS,),
     ),
     Bug(
@@ -692,7 +691,7 @@ BUGS = [
         "garbled for the client only",
         "a record that the client cannot read makes the whole claim raise",
         "__init__.py",
-        "            except UNREADABLE:\n                garbled += (",
+        "            except codec.UNREADABLE:\n                garbled += (",
         "            except ZeroDivisionError:\n                garbled += (",
         (LINES,),
     ),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".redis-py"
 TESTS = (
     *("tests/redis", "tests/unit/test_redis_urls.py", "tests/storage/test_redis_calls.py"),
-    *("tests/storage/test_enqueue_in.py", "tests/storage/test_twin.py", "tests/app/test_transactions.py"),
+    *("tests/storage/test_enqueue_in.py", "tests/storage/test_clone.py", "tests/app/test_transactions.py"),
 )
 """Tests that open connections in every way, or hand in objects of redis-py."""
 

@@ -73,19 +73,17 @@ UNREACHED = {
     "storage.redis.RedisStorage._open#3": "a server that is refused: there is no job yet",
     "storage.redis.RedisStorage._claim#[34]": "a claim that got no answer within its time: tests/redis/test_trouble.py",
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
-    "storage.redis.RedisStorage._settle#3": "another client drops the fail handler's queue meanwhile",
     "storage.redis.RedisStorage._purge#4": "another client makes a queue anew while it is dropped",
     "storage.subscriptions.RemoteSubscription.__aenter__#3": "a server that cannot be listened to for ten seconds",
-    "storage.redis.connection.ServerConnection.close#1": "closed while it connects",
     "storage.redis.connection.ReconnectingConnection._open#2": "a server that cannot be reached",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
-    "storage.redis.raw._connect#1": "a unix socket: tests/redis/test_login.py",
+    "storage.redis.raw.open_connection#2": "a unix socket: tests/redis/test_login.py",
     "storage.redis.topology.ask_once#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",
-    "storage.redis.topology.Sentinels.find_master#*": "sentinels: tests/redis/test_sentinel.py",
-    "storage.redis.topology.OneServer.open#1": "sentinels",
+    "storage.redis.topology.SentinelServers.*": "sentinels: tests/redis/test_sentinel.py",
     "storage.redis.topology.ClusterServers.*": "a cluster: tests/redis/test_cluster.py",
     "storage.redis.RedisStorage._ready#1": "a cluster",
-    "storage.redis.calls.Calls._routed#[2345]": "a cluster",
+    "storage.redis.calls.Calls._routed#[23]": "a cluster",
+    "storage.redis.calls._call_importing#*": "a cluster",
     "storage.redis.calls.Calls._wait_to_retry#*": "a cluster",
     "storage.redis.notify.PubSubListener._find_and_open#1": "a cluster",
     "storage.redis.RedisStorage._list#1": "a cluster",
@@ -97,7 +95,7 @@ UNREACHED = {
 ONCE_BROKEN = (
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:before:cancel:1",
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:after:cancel:1",
-    "valkey:operate:storage.redis.RedisStorage._enqueue#3:before:crash:1",
+    "valkey:operate:storage.redis.RedisStorage._call_making#3:before:crash:1",
 )
 """Cases that left something behind: a thread; a queue that was on no list."""
 

@@ -33,5 +33,5 @@ async def test_a_call_that_reconnects_uses_up_the_planned_reconnection(server: S
     answers.append(connection.call(("ECHO", "3"), deadline))
     assert await blocked is None
     assert await asyncio.gather(*answers) == [b"0", b"1", b"2", b"3"]
-    await connection.close()
+    connection.end()
     assert opened == 2

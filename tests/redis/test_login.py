@@ -17,7 +17,7 @@ from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Storage, connect
 from holdfast.storage.redis import of_client
 from holdfast.storage.redis.raw import ConnectOptions, LoginRefused, ServerError, open_connection
-from holdfast.storage.redis.topology import Sentinels
+from holdfast.storage.redis.topology import SentinelServers
 from tests.proxy import HOST
 from tests.redis.test_sentinel import SERVICE
 from tests.redis.test_tls import CERTIFICATE, tls_in_front_of
@@ -108,7 +108,7 @@ async def test_connections_have_a_name_a_library_and_a_database(own: Server) -> 
 
 async def test_a_connection_asks_tcp_to_notice_a_silent_server(own: Server) -> None:
     raw = await open_connection(options(own, keepalive={socket.TCP_KEEPIDLE: 77}))
-    sock = raw._transport.get_extra_info("socket")  # type: ignore[union-attr]
+    sock = raw._transport.get_extra_info("socket")
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
     raw.abort()
@@ -130,8 +130,7 @@ async def test_a_login_that_cannot_succeed_is_refused(own: Server, login: dict[s
 
 async def test_a_server_without_a_place_for_another_client_is_tried_again(own: Server) -> None:
     admin = await open_connection(options(own))
-    admin.write(("CONFIG", "SET", "maxclients", "1"))
-    assert await admin.read() == b"OK"
+    assert await admin.ask(("CONFIG", "SET", "maxclients", "1")) == [b"OK"]
     with pytest.raises((ServerError, OSError)):  # It answers and closes: which comes first is a matter of luck.
         await open_connection(options(own))
     opening = asyncio.create_task(works(connect(f"{own.url}?timeout=20")))
@@ -154,9 +153,10 @@ async def test_sentinels_that_hang_or_refuse_are_passed_over(own: Server) -> Non
     try:
         sentinels[0].pause()
         ports = (free_port(), sentinels[0].port, sentinels[1].port)
-        known = Sentinels(SERVICE, [ConnectOptions(host=HOST, port=port) for port in ports])
+        nodes = [ConnectOptions(host=HOST, port=port) for port in ports]
+        known = SentinelServers("test", ConnectOptions(), SERVICE, nodes)
         assert await known.find_master() == (HOST, own.port)
-        assert known.nodes[0].port == sentinels[1].port
+        assert known.sentinels[0].port == sentinels[1].port
     finally:
         for sentinel in sentinels:
             sentinel.stop()

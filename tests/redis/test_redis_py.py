@@ -13,8 +13,8 @@ import pytest
 import holdfast
 
 SOURCE = Path(holdfast.__file__).parent
-READERS = {"storage/redis/urls.py", "storage/redis/script.py"}
-"""The modules that read objects of redis-py."""
+READER = "storage/redis/urls.py"
+"""The module that reads objects of redis-py."""
 
 
 def uses_redis_py(tree: ast.Module) -> bool:
@@ -54,14 +54,13 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def test_redis_py_is_used_in_two_modules_only() -> None:
+def test_redis_py_is_used_in_one_module_only() -> None:
     users = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if uses_redis_py(parsed(path))}
-    assert users == READERS
+    assert users == {READER}
 
 
-@pytest.mark.parametrize("module", sorted(READERS))
-def test_no_private_name_of_redis_py_is_used(module: str) -> None:
-    assert [name for name in private_uses(parsed(SOURCE / module)) if not name.startswith("__")] == []
+def test_no_private_name_of_redis_py_is_used() -> None:
+    assert [name for name in private_uses(parsed(SOURCE / READER)) if not name.startswith("__")] == []
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ async def ways() -> AsyncIterator[dict[str, RedisStorage]]:
 async def test_a_twin_goes_the_same_way(way: str) -> None:
     async with ways() as found, found[way] as storage:
         await _back_and_forth(storage)
-        assert storage._servers.database == (3 if way == "a client" else 0)
+        assert storage._servers.options.database == (3 if way == "a client" else 0)
 
 
 async def test_twins_are_different_clients_to_the_server() -> None:
@@ -284,7 +284,7 @@ async def test_a_twin_asks_the_sentinels_itself(own: bool) -> None:
         storage = of_client(client) if own else connect(watched.url)
         async with storage:
             await _back_and_forth(storage)
-            assert storage.clone()._servers._sentinels is not storage._servers._sentinels  # type: ignore[attr-defined]
+            assert storage.clone()._servers is not storage._servers
         for mine in (client, *sentinel.sentinels):
             await mine.aclose()
     finally:

@@ -70,10 +70,12 @@ def test_a_url_that_names_no_storage_is_refused(
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("missing", ["redis", "hiredis"])
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "valkey", "valkeys", "redis+sentinel", "redis+cluster"])
-def test_redis_without_its_extra_says_what_to_install(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis", None)
-    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+def test_redis_without_its_extra_says_what_to_install(
+    scheme: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(OptionError, match=r"pip install 'holdfast\[redis\]'"):
         connect(f"{scheme}://localhost:6379/0")
 
@@ -98,7 +100,6 @@ def test_redis_without_its_extra_says_what_to_install(scheme: str, monkeypatch: 
 )
 def test_a_refused_url_does_not_show_its_password(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(OptionError) as refused:
         connect(url)
     assert "hunter2" not in str(refused.value)

@@ -26,7 +26,6 @@ from holdfast.storage.redis.script import (
     SOURCES,
     Library,
     join,
-    place_of,
 )
 from holdfast.storage.redis.urls import servers_from_url
 
@@ -148,13 +147,6 @@ def test_no_chunk_comes_near_luas_limit_of_local_variables() -> None:
         declared = re.findall(r"(?m)^local (?:function (\w+)|(\w+(?:, \w+)*))", source)
         count = sum(len((function or names).split(", ")) for function, names in declared)
         assert count <= (110 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
-
-
-def test_line_of_the_joined_text_is_found_in_its_file() -> None:
-    lines = BODY.splitlines()
-    for name, text in (("clock", "function clock.tick(time)"), ("verbs", "function VERBS.settle()")):
-        number = 1 + SOURCES[name].splitlines().index(text)
-        assert place_of(1 + lines.index(text)) == f"{name}.lua:{number}"
 
 
 def test_fast_paths_are_switched_off_in_one_line() -> None:

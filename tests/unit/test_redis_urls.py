@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import traceback
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from redis.asyncio.sentinel import Sentinel
 from redis.crc import key_slot
 
 from holdfast.errors import OptionError
-from holdfast.storage.redis.raw import ConnectOptions
+from holdfast.storage import connect
+from holdfast.storage.redis.raw import ConnectOptions, tls_context
 from holdfast.storage.redis.topology import slot_of
 from holdfast.storage.redis.urls import servers_from_client, servers_from_url
 
 
 def options_of(url: str) -> ConnectOptions:
     servers: Any = servers_from_url(url, url)[0]
-    options: ConnectOptions = servers._options
+    options: ConnectOptions = servers.options
     return options
 
 
@@ -42,7 +44,7 @@ def test_a_url_gives_place_and_login() -> None:
 def test_tls_checks_certificates_unless_it_is_switched_off(url: str) -> None:
     tls = options_of(url).tls
     assert tls is not None
-    context = tls.context()
+    context = tls_context(tls)
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
 
 
@@ -52,7 +54,7 @@ def test_tls_options_of_a_url_reach_the_context() -> None:
         "&ssl_include_verify_flags=VERIFY_CRL_CHECK_LEAF&ssl_exclude_verify_flags=[VERIFY_X509_TRUSTED_FIRST]"
     ).tls
     assert tls is not None
-    context = tls.context()
+    context = tls_context(tls)
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_NONE, False)
     assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     assert context.verify_flags & ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
@@ -65,7 +67,7 @@ def test_tls_options_of_a_url_reach_the_context() -> None:
     [
         ("db=x", "db"),
         ("ssl_cert_reqs=maybe", "ssl_cert_reqs"),
-        ("ssl_min_version=1", "not a URL"),
+        ("ssl_min_version=1", "ssl_min_version"),
         ("ssl_include_verify_flags=NONSENSE", "NONSENSE"),
         ("max_connections=5", "max_connections"),
         ("credential_provider=x", "credential_provider"),
@@ -73,26 +75,43 @@ def test_tls_options_of_a_url_reach_the_context() -> None:
 )
 def test_a_wrong_option_is_named(query: str, name: str) -> None:
     with pytest.raises(OptionError, match=name):
-        servers_from_url(f"rediss://host?{query}", "rediss://host")
+        servers_from_url(f"rediss://host?{query}", f"rediss://host?{query}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hunter2/x@localhost/0",
+        "redis://user:1/hunter2@localhost/0",
+        "redis://user:1?hunter2=x@localhost/0",
+        "redis://user:1?db=hunter2@localhost/0",
+        "redis+sentinel://user:1/s/hunter2@localhost/service/0",
+        "rediss://host?ssl_password=hunter2&db=x",
+    ],
+)
+def test_no_part_of_a_password_is_in_an_error(url: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        connect(url)
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
 
 def test_the_client_of_a_cluster_lends_its_nodes_login_and_tls() -> None:
     nodes = [redis.asyncio.cluster.ClusterNode(f"host{n}", 7000 + n) for n in range(2)]
     client = redis.asyncio.RedisCluster(startup_nodes=nodes, password="p", ssl=True, ssl_cert_reqs="none")
     servers: Any = servers_from_client(client)
-    assert servers._seeds == [("host0", 7000), ("host1", 7001)]
-    assert servers._options.password == "p"
-    assert servers._options.tls.verify_mode is ssl.CERT_NONE
+    assert servers.seeds == [("host0", 7000), ("host1", 7001)]
+    assert servers.options.password == "p"
+    assert servers.options.tls["ssl_cert_reqs"] is ssl.CERT_NONE
     plain: Any = servers_from_client(redis.asyncio.RedisCluster(host="host0", port=7000))
-    assert plain._options.tls is None
+    assert plain.options.tls is None
 
 
 def test_the_client_of_sentinels_lends_both_logins() -> None:
     sentinel = Sentinel([("s0", 1), ("s1", 2)], sentinel_kwargs={"password": "s"})  # type: ignore[no-untyped-call]
     servers: Any = servers_from_client(sentinel.master_for("shop", password="p", db=3, ssl=True))
-    assert (servers.name, servers.database) == ("shop", 3)
-    assert (servers._options.password, servers._options.tls is not None) == ("p", True)
-    assert [(node.place, node.password, node.tls) for node in servers._sentinels.nodes] == [
+    assert (servers.name, servers.options.database) == ("shop", 3)
+    assert (servers.options.password, servers.options.tls is not None) == ("p", True)
+    assert [(node.place, node.password, node.tls) for node in servers.sentinels] == [
         ("s0:1", "s", None),
         ("s1:2", "s", None),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from holdfast._core.clock import Clock
@@ -84,11 +85,8 @@ def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage
 
 
 def _redis(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
-    try:
-        importlib.import_module("hiredis")
-    except ImportError:
-        message = f"{redact(url)!r:.120} needs the redis extra: pip install 'holdfast[redis]'"
-        raise OptionError(message) from None
+    if find_spec("redis") is None or find_spec("hiredis") is None:
+        raise OptionError(f"{redact(url)!r:.120} needs the redis extra: pip install 'holdfast[redis]'")
     module = importlib.import_module("holdfast.storage.redis")
     storage: Storage = module.open_url(url, redact(url), **options)
     return storage

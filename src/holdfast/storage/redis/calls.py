@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast._core.clock import Clock
-from holdfast.errors import HoldfastError, StorageFull, StorageUnavailable
-from holdfast.storage.redis.raw import Argument, Deliver, Reply, ServerError
+from holdfast.errors import StorageFull, StorageUnavailable
+from holdfast.storage.redis.connection import ServerConnection
+from holdfast.storage.redis.raw import Argument, Deliver, NodeAddress, Reply, ServerError
 from holdfast.storage.redis.script import SOURCES, Library, layout_error
-from holdfast.storage.redis.topology import ClusterServers, NodeLeft, Servers, address_in
+from holdfast.storage.redis.topology import NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
 TRY_AGAIN_S = 0.05
@@ -33,22 +35,16 @@ KEYS = (
 """What the keys of a queue, or of what a namespace shares, end in. lua/keyspace.lua describes them."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingCall:
     """One caller's part of a call: items for a verb with its options."""
 
-    __slots__ = ("count", "future", "items", "options", "repeats", "size", "verb")
-
-    def __init__(
-        self, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int, size: int
-    ) -> None:
-        self.verb = verb
-        self.options = options
-        self.items = items
-        self.count = count
-        self.size = size
-        self.repeats = False
-        """It was sent as the repetition of a call that was given up."""
-        self.future: asyncio.Future[tuple[Reply, int]] = asyncio.get_running_loop().create_future()
+    verb: str
+    options: tuple[Argument, ...]
+    items: Sequence[Argument]
+    count: int
+    size: int
+    future: asyncio.Future[tuple[Reply, int]]
 
 
 class CallQueue:
@@ -71,58 +67,51 @@ class CallQueue:
     def _send_ready(self) -> None:
         """Send the first call, with those behind it that fit, unless a call of its verb is in flight; then the next."""
         while (first := self._first()) is not None and first.verb not in self._in_flight:
-            self._send(first.verb, self._pop_batch(first))
+            batch = [self._waiting.popleft()]
+            count, size = first.count, first.size
+            while (call := self._first()) is not None and first.count and call.count:
+                count += call.count
+                size += call.size
+                fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
+                if not fits or call.verb != first.verb or call.options != first.options:
+                    break
+                batch.append(self._waiting.popleft())
+            self._send(first.verb, batch)
 
     def _first(self) -> PendingCall | None:
         while self._waiting and self._waiting[0].future.cancelled():
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
-    def _pop_batch(self, first: PendingCall) -> list[PendingCall]:
-        """The longest batch that begins with the first call."""
-        batch = [self._waiting.popleft()]
-        count, size = first.count, first.size
-        while (call := self._first()) is not None and first.count and call.count:
-            count += call.count
-            size += call.size
-            fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
-            if not fits or call.verb != first.verb or call.options != first.options:
-                break
-            batch.append(self._waiting.popleft())
-        return batch
-
     def _send(self, verb: str, batch: list[PendingCall]) -> None:
         self._in_flight.add(verb)
         items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
         args = (*batch[0].options, *items)
         before = self._unanswered.pop(verb, None)
-        if before is not None and _is_repeated(verb, before, args):
+        start = 0
+        # A claim is repeated if the worker is the same, for any number of jobs.
+        if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
             args = before  # Under the same number: it is done once, and now its answer arrives.
-            batch[0].repeats = True
+            start = int(verb == "claim")
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
-        number = self._numbers[verb]
-        self._calls.send(verb, self._key, number, args, lambda reply: self._on_reply(verb, batch, args, reply))
+        self._calls.send(
+            verb, self._key, self._numbers[verb], args, lambda reply: self._on_reply(batch, start, args, reply)
+        )
 
-    def _on_reply(self, verb: str, batch: list[PendingCall], args: tuple[Argument, ...], reply: Reply) -> None:
+    def _on_reply(self, batch: list[PendingCall], start: int, args: tuple[Argument, ...], reply: Reply) -> None:
+        verb = batch[0].verb
         self._in_flight.discard(verb)
-        refused = isinstance(reply, Exception) and isinstance(reply.__cause__, ServerError)
-        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not refused:
+        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
             self._unanswered[verb] = args
-        start = 0
         for call in batch:
             if not call.future.done():
                 if isinstance(reply, Exception):
-                    call.future.set_exception(type(reply)(*reply.args))  # A new one for each caller.
+                    call.future.set_exception(self._calls.error_of(reply))
                 else:
                     call.future.set_result((reply, start))
             start += call.count
         self._send_ready()
-
-
-def _is_repeated(verb: str, before: tuple[Argument, ...], now: tuple[Argument, ...]) -> bool:
-    """Is a call the repetition of an earlier one? A claim is if the worker is the same, for any number of jobs."""
-    return before[1:] == now[1:] if verb == "claim" else before == now
 
 
 class Calls:
@@ -137,7 +126,7 @@ class Calls:
         self._queues: dict[str, CallQueue] = {}
         self._tasks: set[asyncio.Task[Reply]] = set()
 
-    async def call(
+    def call(
         self,
         key: str,
         verb: str,
@@ -145,26 +134,16 @@ class Calls:
         items: Sequence[Argument] = (),
         count: int = 0,
         size: int = 0,
-    ) -> tuple[Reply, int]:
-        """Make a call that changes something. Returns its reply, and where in it this caller's items begin. A call
-        with a count of items may be joined with others of its verb."""
-        return await self._answer_to(key, PendingCall(verb, options, items, count, size))
-
-    async def claim(self, key: str, options: tuple[Argument, ...]) -> tuple[Reply, bool]:
-        """Make a claim. Returns its reply, and whether that is the reply to an earlier claim that got no answer."""
-        call = PendingCall("claim", options, (), 0, 0)
-        reply, _ = await self._answer_to(key, call)
-        return reply, call.repeats
-
-    async def _answer_to(self, key: str, call: PendingCall) -> tuple[Reply, int]:
+    ) -> asyncio.Future[tuple[Reply, int]]:
+        """Make a call that changes something. The future has its reply, and where in it this caller's items begin. A
+        call with a count of items may be joined with others of its verb. A claim has no items: instead of their place
+        the future has 1 if the reply is that of an earlier claim that got no answer."""
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = CallQueue(self, key)
+        call = PendingCall(verb, options, items, count, size, asyncio.get_running_loop().create_future())
         queue.add(call)
-        try:
-            return await call.future
-        except ServerError as error:
-            raise as_holdfast_error(error, self._servers.name) from error
+        return call.future
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
@@ -183,7 +162,8 @@ class Calls:
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda task: deliver(_outcome_of(task)))
+        closed = StorageUnavailable("the storage was closed")
+        task.add_done_callback(lambda task: deliver(closed if task.cancelled() else task.exception() or task.result()))
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
@@ -199,31 +179,29 @@ class Calls:
     def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
         """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
         keys = (f"{key}:meta", f"{shared}:queues")
-        words = (queue, "enqueue", self._client, "")
         clock = () if self._clock is None else (self._clock.now_us(),)
-        return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words, *items, *clock)
+        words = (queue, "enqueue", self._client, "", *items, *clock)
+        return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
         """Send a command to the node that has the key, also if the key moves meanwhile."""
         deadline = self._deadline()
+        importing: NodeAddress | None = None
+        """The node that the slot of the key is being moved to, if this command goes there."""
         while True:
             try:
-                return await self._servers.connection(key).call(args, deadline, library)
-            except NodeLeft as error:
-                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
-            except ServerError as error:
-                if error.code == "TRYAGAIN":
-                    await self._wait_to_retry(asyncio.sleep(TRY_AGAIN_S), error, deadline)
+                if importing is None:
+                    return await self._servers.connection(key).call(args, deadline, library)
+                return await _call_importing(self._servers.connection_to(importing), args, deadline, library)
+            except (NodeLeft, ServerError) as error:
+                if error.code not in ("MOVED", "ASK", "TRYAGAIN"):
+                    raise self.error_of(error) from error
+                if error.code == "ASK" and importing is None and self._servers.clustered:
+                    importing = address_in(error)
                     continue
-                if error.code == "ASK" and isinstance(self._servers, ClusterServers):
-                    try:
-                        return await self._servers.call_importing(address_in(error), args, deadline, library)
-                    except ServerError as refusal:
-                        if refusal.code not in ("MOVED", "ASK", "TRYAGAIN"):
-                            raise as_holdfast_error(refusal, self._servers.name) from refusal
-                elif error.code != "MOVED":
-                    raise as_holdfast_error(error, self._servers.name) from error
-                await self._wait_to_retry(self._servers.on_moved(error), error, deadline)
+                importing = None
+                pause = asyncio.sleep(TRY_AGAIN_S) if error.code == "TRYAGAIN" else self._servers.on_moved(error)
+                await self._wait_to_retry(pause, error, deadline)
 
     async def _wait_to_retry(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
         """Wait before another attempt, or give up if the deadline comes first."""
@@ -239,34 +217,42 @@ class Calls:
     def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._timeout_s
 
+    def error_of(self, error: Exception) -> Exception:
+        """A new error for each caller; for an error of the server, one that says what to do."""
+        if not isinstance(error, ServerError):
+            return type(error)(*error.args)
+        name = self._servers.name
+        match error.code:
+            case "OOM":
+                return StorageFull(
+                    f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
+                )
+            case "HOLDFAST_LAYOUT":
+                return layout_error(f"a queue of {name}", str(error).split()[1])
+            case "HOLDFAST_SUPERSEDED":
+                return StorageUnavailable(
+                    f"a later call of this client reached {name} first: is it shared between processes?"
+                )
+            case "MOVED" | "ASK":
+                return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
+            case "NOAUTH" | "NOPERM" | "WRONGPASS":
+                return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
+            case _:
+                return StorageUnavailable(f"{name} refused a call: {error!s:.300}")
+
     async def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _outcome_of(task: asyncio.Task[Reply]) -> Reply:
-    if task.cancelled():
-        return StorageUnavailable("the storage was closed")
-    return task.exception() or task.result()
-
-
-def as_holdfast_error(error: ServerError, name: str) -> HoldfastError:
-    """The error that a caller gets for an error of the server."""
-    match error.code:
-        case "OOM":
-            return StorageFull(
-                f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
-            )
-        case "HOLDFAST_LAYOUT":
-            return layout_error(f"a queue of {name}", str(error).split()[1])
-        case "HOLDFAST_SUPERSEDED":
-            return StorageUnavailable(
-                f"a later call of this client reached {name} first: is it shared between processes?"
-            )
-        case "MOVED" | "ASK":
-            return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
-        case "NOAUTH" | "NOPERM" | "WRONGPASS":
-            return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
-        case _:
-            return StorageUnavailable(f"{name} refused a call: {error!s:.300}")
+async def _call_importing(
+    connection: ServerConnection, args: tuple[Argument, ...], deadline: float, library: Library | None
+) -> Reply:
+    """Send a command to the node that a slot is being moved to."""
+    if library is not None:
+        await asyncio.gather(connection.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
+    asking = connection.call(("ASKING",), deadline)
+    reply = await connection.call(args, deadline)
+    await asking
+    return reply

@@ -27,7 +27,6 @@ from holdfast._core.jobs import (
     Settlement,
     State,
     StoredLease,
-    Update,
     Value,
     Work,
 )
@@ -92,10 +91,6 @@ UNREADABLE = (struct.error, IndexError, ValueError, TypeError, msgspec.DecodeErr
 """What decoding may raise, whatever is in a record."""
 
 
-class Garbled(ValueError):
-    """The bytes are no record."""
-
-
 @lru_cache(maxsize=256)
 def _terms(options: tuple[str | int | None, ...], result_ttl_ms: int | None) -> bytes:
     if result_ttl_ms is None and options == _NO_OPTIONS:
@@ -118,84 +113,64 @@ def _work_of(payload: bytes | None, priority: int, terms: bytes, extension: Exte
 
 def _extension_at(raw: bytes, at: int) -> tuple[Extension, Extension, int]:
     """The section of a record or a `next`: the entries of the job, those of the work, and where the section ends."""
-    (size,) = _SIZE.unpack_from(raw, at)
-    at += _SIZE.size
-    if at + size > len(raw):
-        raise Garbled("shorter than it says")
-    entries = unpack_extension(raw[at : at + size])
+    packed, at = _sized(raw, at, _SIZE)
+    if at > len(raw):
+        raise ValueError("shorter than it says")
+    entries = unpack_extension(packed)
     split = next((n for n, (tag, _) in enumerate(entries) if tag >= FIRST_WORK_TAG), len(entries))
-    return entries[:split], entries[split:], at + size
+    return entries[:split], entries[split:], at
 
 
 def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
     flags, priority, generation, run_at = _HEAD.unpack_from(raw)
     if flags & MARK != MARK or priority > 9:
-        raise Garbled("no mark of a record")
+        raise ValueError("no mark of a record")
     at = _HEAD.size
     if flags | FLAG_CUSTOM_ID == PLAIN and generation <= LAST and run_at <= LAST:
         work = Work(raw[at:], priority=priority)
         return Job(clean_id(id), work, generation, run_at, generation, 0, flags == PLAIN, int(run is not None), run=run)
-    arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = generation, 0, 0, 0, 0, 0, 0, 0
+    numbers = [generation, 0, 0, 0, 0, 0, 0, 0]
     error: bytes | None = None
     previous: Outcome | None = None
     if flags & LONG:
-        (
-            *(arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at),
-            error_size,
-            previous_size,
-            waiters_size,
-        ) = _LONG.unpack_from(raw, at)
-        at += _LONG.size
-        error, at = _bytes(raw, at, error_size)
+        *numbers, error_size, previous_size, waiters_size = _LONG.unpack_from(raw, at)
+        error, at = _bytes(raw, at + _LONG.size, error_size)
         if previous_size:
             previous = decode_outcome(raw[at : at + previous_size])
         at += previous_size + waiters_size
+    arrival, wall_at, attempts, retries, stalls, timeouts, keep, keep_until_at = numbers
     outcome: Outcome | None = None
     if flags & FLAG_FINISHED:
-        (size,) = _SIZE.unpack_from(raw, at)
-        at += _SIZE.size
-        outcome = decode_outcome(raw[at : at + size])
-        at += size
+        packed, at = _sized(raw, at, _SIZE)
+        outcome = decode_outcome(packed)
     terms = b""
     if flags & TERMS:
-        (size,) = _SHORT.unpack_from(raw, at)
-        at += _SHORT.size
-        terms = raw[at : at + size]
-        at += size
+        terms, at = _sized(raw, at, _SHORT)
     of_job: Extension = ()
     of_work: Extension = ()
     if flags & EXTENDED:
         of_job, of_work, at = _extension_at(raw, at)
     if at > len(raw):
-        raise Garbled("shorter than it says")
-    _check_times(generation, run_at, arrival, wall_at, keep, keep_until_at)
-    payload = raw[at:] if flags & PAYLOAD else None
-    return Job(
-        clean_id(id),
-        _work_of(payload, priority, terms, of_work),
-        generation,
-        run_at,
-        arrival,
-        wall_at,
-        bool(flags & FLAG_CUSTOM_ID),
-        attempts + (run is not None),
-        retries,
-        stalls,
-        timeouts,
-        error,
-        run,
-        outcome,
-        previous,
-        keep - 1 if keep else None,
-        keep_until_at,
-        of_job,
-    )
+        raise ValueError("shorter than it says")
+    times = (generation, run_at, arrival, wall_at)
+    _check_times(*times, keep, keep_until_at)
+    work = _work_of(raw[at:] if flags & PAYLOAD else None, priority, terms, of_work)
+    counts = (attempts + (run is not None), retries, stalls, timeouts)
+    custom_id, kept = bool(flags & FLAG_CUSTOM_ID), (keep - 1 if keep else None, keep_until_at)
+    return Job(clean_id(id), work, *times, custom_id, *counts, error, run, outcome, previous, *kept, of_job)
 
 
 def _check_times(*times: int) -> None:
     if max(times) > LAST:
-        raise Garbled("a time that no clock shows")
+        raise ValueError("a time that no clock shows")
+
+
+def _sized(raw: bytes, at: int, form: struct.Struct) -> tuple[bytes, int]:
+    """Bytes behind their size, and where they end: behind the end of `raw`, if that is cut off."""
+    start = at + form.size
+    end: int = start + form.unpack_from(raw, at)[0]
+    return raw[start:end], end
 
 
 def _bytes(raw: bytes, at: int, size: int) -> tuple[bytes | None, int]:
@@ -212,7 +187,7 @@ def decode_outcome(packed: bytes) -> Outcome:
     error, at = _bytes(packed, at, error_size)
     known = STATES[state]
     if at != len(packed) or known is None or known.live:
-        raise Garbled("no outcome")
+        raise ValueError("no outcome")
     _check_times(generation, ended_at, forget_at, dedup_at)
     return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
 
@@ -223,13 +198,10 @@ def decode_run(packed: bytes) -> StoredLease:
     worker = packed[_RUN.size : at].decode()
     _check_times(fence, until_at)
     if at > len(packed):
-        raise Garbled("shorter than it says")
+        raise ValueError("shorter than it says")
     progress: bytes | None = None
     if flags & PROGRESS:
-        (size,) = _SIZE.unpack_from(packed, at)
-        at += _SIZE.size
-        progress = packed[at : at + size]
-        at += size
+        progress, at = _sized(packed, at, _SIZE)
     following = _decode_next(packed, at) if flags & NEXT else None
     return StoredLease(
         worker, fence, lease_ms, until_at, bool(flags & OVERDUE), bool(flags & CANCEL_ASKED), following, progress
@@ -242,14 +214,14 @@ def _decode_next(packed: bytes, at: int) -> Next:
     at += _NEXT.size
     _check_times(generation, run_at, arrival, wall_at)
     if at + size > len(packed) or priority > 9:
-        raise Garbled("shorter than it says")
+        raise ValueError("shorter than it says")
     terms = packed[at : at + size]
     at += size
     extension: Extension = ()
     if takes_payload & EXTENDED:
         of_job, extension, at = _extension_at(packed, at)
         if of_job:
-            raise Garbled("a request has entries of a job")
+            raise ValueError("a request has entries of a job")
     work = _work_of(packed[at:], priority, terms, extension)
     return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload & 1), RULES[rule], bool(resets))
 
@@ -263,7 +235,10 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
         when, at = DELAY, request.delay_ms
     else:
         when, at = NOW, 0
-    updates, payload, rule, resets = _update(update)
+    updates, payload, rule, resets = 0, False, 0, False
+    if update is not None:  # True and False equal 1 and 0, and are the first two rules.
+        rule = int(update.run_at) if isinstance(update.run_at, bool) else RULES.index(update.run_at)
+        updates, payload, resets = 1, update.payload, update.resets_counts
     has_payload, terms = int(work.payload is not None), terms_of(work)
     if work.extension:
         has_payload |= EXTENDED
@@ -273,14 +248,6 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
         *(at, request.keep_ms),
     )
     return id_bytes(request.id), head, terms, work.payload or b""
-
-
-def _update(update: Update | None) -> tuple[int, int, int, int]:
-    if update is None:
-        return 0, 0, 0, 0
-    # True and False equal 1 and 0: a rule is looked up by what it is, not only by what it equals.
-    rule = int(update.run_at) if isinstance(update.run_at, bool) else RULES.index(update.run_at)
-    return 1, update.payload, rule, update.resets_counts
 
 
 def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:

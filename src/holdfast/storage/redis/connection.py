@@ -14,6 +14,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.raw import Argument, Deliver, LoginRefused, RawConnection, Reply, ServerError
@@ -33,9 +34,6 @@ NOT_READY = frozenset(
     ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
 )
 """Errors of a server that will be ready later, or that another will replace: all commands are sent again."""
-NOT_LOADED = "ERR Function not found"
-MAX_LOADS = 5
-"""How often a library is sent for one call, on a server where another client keeps deleting it."""
 
 
 class ReconnectingConnection(ABC):
@@ -61,23 +59,20 @@ class ReconnectingConnection(ABC):
         """Why there is no connection, or why the last one ended."""
 
     @abstractmethod
-    def _is_needed(self) -> bool:
-        """Is there anything for a connection to do?"""
+    def _is_needed(self) -> bool: ...
 
     @abstractmethod
-    def _on_connected(self, raw: RawConnection) -> None:
-        """Write what a new connection begins with."""
+    def _on_connected(self, raw: RawConnection) -> None: ...
 
     @abstractmethod
-    def _on_reply(self, reply: Reply) -> None:
-        """Take one reply of the current connection."""
+    def _on_reply(self, reply: Reply) -> None: ...
 
     @abstractmethod
     def _check(self) -> None:
         """Look for a connection that does not answer. Called once after `_check_after`."""
 
     def _on_disconnected(self) -> None:  # noqa: B027
-        """Forget what was true of the connection only. Nothing, unless a subclass says so."""
+        """Forget what was true of the connection only."""
 
     def _on_connect_error(self, error: Exception) -> None:  # noqa: B027
         """Note a failed attempt. Another one follows if a connection is still needed afterwards."""
@@ -95,7 +90,6 @@ class ReconnectingConnection(ABC):
         return opening
 
     def _ensure_open(self) -> None:
-        """Connect now, unless a connection exists or is being opened."""
         if self._raw is None and self._opening is None:
             self._loop = asyncio.get_running_loop()
             if self._retry is not None:
@@ -115,16 +109,13 @@ class ReconnectingConnection(ABC):
                     if self._is_needed():
                         await asyncio.sleep(self._next_pause_s())
                 else:
-                    self._begin(raw)
+                    self._raw = raw
+                    raw.start(self._on_reply, self._break)
+                    self._on_connected(raw)
                     return
         finally:
             if self._opening is asyncio.current_task():
                 self._opening = None
-
-    def _begin(self, raw: RawConnection) -> None:
-        self._raw = raw
-        raw.start(self._on_reply, self._break)
-        self._on_connected(raw)
 
     def _break(self, trouble: str) -> None:
         """Give up the connection. If one is needed, open another after a pause."""
@@ -153,27 +144,18 @@ class ReconnectingConnection(ABC):
         self._timer = self._loop.call_later(seconds, self._check)
 
 
+@dataclass(slots=True, eq=False)
 class PendingCommand:
     """A command without a reply."""
 
-    __slots__ = ("args", "deadline", "deliver", "library", "load_error", "loads", "sent_at")
-
-    def __init__(self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None) -> None:
-        self.args = args
-        self.deadline = deadline
-        self.deliver: Deliver | None = deliver
-        """None once it was answered, or given up."""
-        self.library = library
-        self.loads = 0
-        """How often the library was sent for this command."""
-        self.load_error = ""
-        """Why the server did not take the library."""
-        self.sent_at = 0.0
-
-    def on_load_reply(self, reply: Reply) -> None:
-        """Note why the library was refused. If another client has loaded it meanwhile, that is as good."""
-        if isinstance(reply, Exception) and "already exists" not in str(reply):
-            self.load_error = str(reply)
+    args: tuple[Argument, ...]
+    deadline: float
+    deliver: Deliver | None
+    """None once it was answered, or given up."""
+    library: Library | None
+    loaded: bool = False
+    """The library was sent for this command."""
+    sent_at: float = 0.0
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -198,14 +180,17 @@ class ServerConnection(ReconnectingConnection):
         if self._closed:
             self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
             return
-        command = PendingCommand(args, deadline, deliver, library)
-        self._pending.append(command)
-        if self._raw is not None:
-            self._write(self._raw, command)
-        else:
-            self._ensure_open()
+        self._append(PendingCommand(args, deadline, deliver, library))
         if self._timer is None:
             self._check_after(CHECK_S)
+
+    def _append(self, command: PendingCommand) -> None:
+        self._pending.append(command)
+        if self._raw is not None:
+            command.sent_at = self._loop.time()
+            self._raw.write(command.args)
+        else:
+            self._ensure_open()
 
     def call(
         self, args: tuple[Argument, ...], deadline: float, library: Library | None = None
@@ -230,12 +215,6 @@ class ServerConnection(ReconnectingConnection):
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))
         return opening
 
-    async def close(self) -> None:
-        """End, and wait for the task that was opening a connection."""
-        opening = self.end()
-        if opening is not None:
-            await asyncio.gather(opening, return_exceptions=True)
-
     def _is_needed(self) -> bool:
         return bool(self._pending)
 
@@ -249,11 +228,8 @@ class ServerConnection(ReconnectingConnection):
     def _on_connected(self, raw: RawConnection) -> None:
         self._drop_answered()
         for command in self._pending:
-            self._write(raw, command)
-
-    def _write(self, raw: RawConnection, command: PendingCommand) -> None:
-        command.sent_at = self._loop.time()
-        raw.write(command.args)
+            command.sent_at = self._loop.time()
+            raw.write(command.args)
 
     def _on_reply(self, reply: Reply) -> None:
         """Take the reply to the oldest command."""
@@ -264,29 +240,22 @@ class ServerConnection(ReconnectingConnection):
             if reply.code in NOT_READY:
                 self._break(f"not ready: {reply}")
                 return
-            if str(reply).startswith(NOT_LOADED) and self._pending[0].loads < MAX_LOADS:
-                self._load_library_for(self._pending.popleft())
+            library = self._pending[0].library
+            if library is not None and str(reply).startswith("ERR Function not found"):
+                self._load(library, self._pending.popleft())
                 return
         self._pause_s = BACKOFF_S[0]
         self._pending.popleft().answer(reply)
 
-    def _load_library_for(self, command: PendingCommand) -> None:
-        """Send the library's text, and the command again. A server that does not take the library (it is full, or the
-        user lacks the permission) gets the whole text as a script, with every call."""
-        assert command.library is not None
-        command.loads += 1
-        if command.load_error:
-            name = str(command.args[1])
-            command.args = ("EVAL", command.library.script(name), *command.args[2:])
+    def _load(self, library: Library, command: PendingCommand) -> None:
+        """Send the library's text, and the command again. A server that has no library even then (it is full, the user
+        lacks the permission, or another client has deleted it) gets the whole text as a script."""
+        if command.loaded:
+            command.args = ("EVAL", library.script(str(command.args[1])), *command.args[2:])
         else:
-            load = ("FUNCTION", "LOAD", command.library.text)
-            self._append(PendingCommand(load, command.deadline, command.on_load_reply, None))
+            command.loaded = True
+            self._append(PendingCommand(("FUNCTION", "LOAD", library.text), command.deadline, None, None))
         self._append(command)
-
-    def _append(self, command: PendingCommand) -> None:
-        assert self._raw is not None
-        self._pending.append(command)
-        self._write(self._raw, command)
 
     def _next_pause_s(self) -> float:
         """As long as it must be, but every command gets several attempts before its deadline."""
@@ -305,15 +274,13 @@ class ServerConnection(ReconnectingConnection):
                 )
         if self._raw is None:
             self._drop_answered()
-        elif self._pending and self._is_late(self._pending[0], now):
-            self._break(f"no answer for {now - self._pending[0].sent_at:.1f} s")
+        elif self._pending:
+            first = self._pending[0]
+            patience_s = max((first.deadline - first.sent_at) / 2, LEAST_REPLY_S)  # The rest is for another connection.
+            if now - first.sent_at > min(REPLY_S, patience_s):
+                self._break(f"no answer for {now - first.sent_at:.1f} s")
         if self._pending:
             self._check_after(CHECK_S)
-
-    def _is_late(self, command: PendingCommand, now: float) -> bool:
-        """Has it waited too long for an answer? Half of its time is left for another connection."""
-        patience_s = max((command.deadline - command.sent_at) / 2, LEAST_REPLY_S)
-        return now - command.sent_at > min(REPLY_S, patience_s)
 
     def _drop_answered(self) -> None:
         """Forget commands that were given up. Only without a connection: on one, their replies still arrive."""

@@ -43,28 +43,25 @@ class PubSubListener(ReconnectingConnection):
         self._was_connected = False
         self._moved: ServerError | None = None
         """An error that says that a channel is on another node; None once that node was looked up."""
-        self._heard_at = 0.0
-        self._checked_at = 0.0
-        self._pinged = False
+        self._heard = self._pinged = False
+        """What has happened since the last check."""
 
     async def listen(self, channel: str, timeout_s: float) -> None:
         """Subscribe to a channel: returns when the server has confirmed it."""
         self._channels[channel] += 1
-        if channel in self._confirmed and self._confirmed[channel].is_set():
-            return
-        if channel not in self._confirmed:
-            self._confirmed[channel] = asyncio.Event()
+        confirmed = self._confirmed.get(channel)
+        if confirmed is None:
+            confirmed = self._confirmed[channel] = asyncio.Event()
             if self._raw is not None:
                 self._raw.write(("SSUBSCRIBE", channel))
         self._ensure_open()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._confirmed[channel].wait()
-        except TimeoutError:
+                await confirmed.wait()
+        except BaseException as error:
             self.leave(channel)
-            raise StorageUnavailable(f"{self.name} could not be listened to: is it up?") from None
-        except BaseException:
-            self.leave(channel)
+            if isinstance(error, TimeoutError):
+                raise StorageUnavailable(f"{self.name} could not be listened to: is it up?") from None
             raise
 
     def leave(self, channel: str) -> None:
@@ -91,41 +88,38 @@ class PubSubListener(ReconnectingConnection):
         if self._was_connected:
             self._on_gap()
         self._was_connected = True
-        self._watch(QUIET_S, pinged=False)
+        self._heard = self._pinged = False
+        self._check_after(QUIET_S)
 
     def _on_disconnected(self) -> None:
         self._leaving.clear()
         for event in self._confirmed.values():
             event.clear()
 
-    def _watch(self, seconds: float, pinged: bool) -> None:
-        self._checked_at = self._loop.time()
-        self._pinged = pinged
-        self._check_after(seconds)
-
     def _check(self) -> None:
         """After a quiet time, ping: a half-open connection never says anything."""
         if self._raw is None:
             return
-        if self._heard_at >= self._checked_at:
-            self._watch(QUIET_S, pinged=False)
-        elif self._pinged:
+        if self._pinged and not self._heard:
             self._break(f"no answer for {REPLY_S:.0f} s")
-        else:
-            self._watch(REPLY_S, pinged=True)
+            return
+        self._pinged = not self._heard
+        if self._pinged:
             self._raw.write(("PING",))
+        self._heard = False
+        self._check_after(REPLY_S if self._pinged else QUIET_S)
 
     def _on_reply(self, reply: Reply) -> None:
-        self._heard_at = self._loop.time()
+        self._heard = True
         if isinstance(reply, ServerError):
             if reply.code == "MOVED":
                 self._moved = reply
             self._break(str(reply))
-        elif isinstance(reply, list):
-            kind, channel, *rest = cast("Any", reply)
-            self._on_push(kind, (channel or b"").decode(), rest)
-
-    def _on_push(self, kind: bytes, channel: str, rest: list[Any]) -> None:
+            return
+        if not isinstance(reply, list):  # PONG.
+            return
+        kind, channel, *rest = cast("Any", reply)
+        channel = (channel or b"").decode()
         if kind == b"smessage":
             self._on_message(channel, rest[0])
         elif kind == b"ssubscribe" and channel in self._confirmed:
@@ -146,7 +140,7 @@ class WakeTokenListener(ReconnectingConnection):
     """
 
     def __init__(self, servers: Servers, on_wake: Callable[[str], None]) -> None:
-        super().__init__(servers.name, self._open_for_keys)
+        super().__init__(servers.name, lambda: servers.open(next(iter(self._keys), "")))
         self._servers = servers
         self._on_wake = on_wake
         self._keys: Counter[str] = Counter()
@@ -183,9 +177,6 @@ class WakeTokenListener(ReconnectingConnection):
     def end(self) -> asyncio.Task[None] | None:
         self._stop_resting()
         return super().end()
-
-    async def _open_for_keys(self) -> RawConnection:
-        return await self._servers.open(next(iter(self._keys), ""))
 
     def _is_needed(self) -> bool:
         return bool(self._keys)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, cast
 
 import hiredis
 
@@ -24,14 +23,12 @@ Deliver = Callable[[Reply], None]
 """Takes a reply, or an exception in its place."""
 NodeAddress = tuple[str, int]
 
-CONNECT_S = 5.0
-"""How long one attempt to connect may take, name look-up and login included, unless the options say otherwise."""
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+KEEPALIVE: Mapping[int, int | bytes] = {
+    getattr(socket, name): value
+    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}.items()
+    if hasattr(socket, name)
+}
 """TCP asks after 30 s of silence whether the other side is there, three times, 5 s apart, where the system has this."""
-REFUSED_CODES = frozenset(("WRONGPASS", "NOAUTH", "NOPERM"))
-"""Errors of a login that another attempt would meet again."""
-TOO_MANY_CLIENTS = "max number of clients"
-"""Part of the error with which a full server answers a new connection. Another attempt may succeed."""
 INCOMPLETE = object()
 """What hiredis returns while a reply is not complete."""
 
@@ -48,49 +45,6 @@ class LoginRefused(Exception):
     """The server does not accept the credentials, or the user lacks a permission that every connection needs."""
 
 
-class Credentials(Protocol):
-    """The part of redis-py's CredentialProvider that is used here."""
-
-    async def get_credentials_async(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TlsOptions:
-    """How to check the server's certificate, and which certificate to show it."""
-
-    verify_mode: ssl.VerifyMode = ssl.CERT_REQUIRED
-    check_hostname: bool = True
-    ca_file: str | None = None
-    ca_path: str | None = None
-    ca_data: str | None = None
-    certificate: str | None = None
-    key: str | None = None
-    key_password: str | None = field(default=None, repr=False)
-    min_version: ssl.TLSVersion | None = None
-    ciphers: str | None = None
-    set_flags: tuple[ssl.VerifyFlags, ...] = ()
-    clear_flags: tuple[ssl.VerifyFlags, ...] = ()
-
-    def context(self) -> ssl.SSLContext:
-        """A new context. Files are read for each connection, so that a renewed certificate is used."""
-        context = ssl.create_default_context()
-        context.check_hostname = self.check_hostname and self.verify_mode != ssl.CERT_NONE
-        context.verify_mode = self.verify_mode
-        for flag in self.set_flags:
-            context.verify_flags |= flag
-        for flag in self.clear_flags:
-            context.verify_flags &= ~flag
-        if self.certificate:
-            context.load_cert_chain(self.certificate, self.key, self.key_password)
-        if self.ca_file or self.ca_path or self.ca_data:
-            context.load_verify_locations(self.ca_file, self.ca_path, self.ca_data)
-        if self.min_version is not None:
-            context.minimum_version = self.min_version
-        if self.ciphers is not None:
-            context.set_ciphers(self.ciphers)
-        return context
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
     """Where a server is and how to log in. `path` names a unix socket, and replaces host and port."""
@@ -100,13 +54,15 @@ class ConnectOptions:
     path: str = ""
     username: str = ""
     password: str = field(default="", repr=False)
-    credential_provider: Credentials | None = field(default=None, repr=False)
-    database: int = 0
+    credential_provider: Any = field(default=None, repr=False)
+    """A CredentialProvider of redis-py: its `get_credentials_async` is called for every connection."""
     client_name: str = ""
-    tls: TlsOptions | None = None
-    connect_timeout_s: float = CONNECT_S
-    keepalive: Mapping[int, int | bytes] | None = None
-    """TCP options of a client that was handed in; None for `KEEPALIVE`."""
+    database: int = 0
+    tls: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The settings for `tls_context`; None for a connection without TLS."""
+    connect_timeout_s: float = 5.0
+    """How long one attempt to connect may take, name look-up and login included."""
+    keepalive: Mapping[int, int | bytes] = field(default_factory=lambda: KEEPALIVE)
 
     def at(self, address: NodeAddress) -> ConnectOptions:
         """The same login on another server."""
@@ -128,58 +84,76 @@ class ConnectOptions:
         return (self.password,) if self.password else ()
 
 
+def tls_context(settings: Mapping[str, Any]) -> ssl.SSLContext:
+    """A new context, from settings with redis-py's names. Files are read for each connection, so that a renewed
+    certificate is used."""
+    context = ssl.create_default_context()
+    verify_mode: ssl.VerifyMode = settings["ssl_cert_reqs"]
+    context.check_hostname = bool(settings.get("ssl_check_hostname", True)) and verify_mode != ssl.CERT_NONE
+    context.verify_mode = verify_mode
+    for flag in settings.get("ssl_include_verify_flags") or ():
+        context.verify_flags |= flag
+    for flag in settings.get("ssl_exclude_verify_flags") or ():
+        context.verify_flags &= ~flag
+    if certificate := settings.get("ssl_certfile"):
+        context.load_cert_chain(certificate, settings.get("ssl_keyfile"), settings.get("ssl_password"))
+    authorities = [settings.get(name) for name in ("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data")]
+    if any(authorities):
+        context.load_verify_locations(*authorities)
+    if (min_version := settings.get("ssl_min_version")) is not None:
+        context.minimum_version = min_version
+    if (ciphers := settings.get("ssl_ciphers")) is not None:
+        context.set_ciphers(ciphers)
+    return context
+
+
 packed: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 """The bytes of a command."""
 
 
 class RawConnection(asyncio.Protocol):
-    """An open socket that parses replies. They are kept for `read`, until `start` names who takes them."""
+    """An open socket that parses replies. Nothing is read before `start`."""
 
     def __init__(self) -> None:
         self._parser = hiredis.Reader(replyError=ServerError, notEnoughData=INCOMPLETE)
-        self._transport: asyncio.WriteTransport | None = None
-        self._unread: deque[Reply] = deque()
-        self._arrival: asyncio.Future[None] | None = None
+        self._transport: asyncio.Transport
         self._trouble = ""
         """Why the connection ended; empty while it lasts."""
-        self._on_reply: Deliver = self._keep
-        self._on_lost: Callable[[str], None] = self._wake_reader
+        self._on_reply: Deliver = _ignore
+        self._on_lost: Callable[[str], None] = _ignore
 
     def write(self, args: tuple[Argument, ...]) -> None:
         """Send a command."""
-        assert self._transport is not None
         self._transport.write(packed(args))
 
-    def write_all(self, commands: list[tuple[Argument, ...]]) -> None:
-        """Send commands in one piece."""
-        assert self._transport is not None
-        self._transport.write(b"".join(map(packed, commands)))
+    async def ask(self, *commands: tuple[Argument, ...]) -> list[Reply]:
+        """The replies to commands that are sent in one piece. If the connection ends, the last one is the error."""
+        replies: list[Reply] = []
+        complete = asyncio.get_running_loop().create_future()
 
-    async def read(self) -> Reply:
-        """The next reply. Only before `start`."""
-        while not self._unread:
-            if self._trouble:
-                raise ConnectionError(self._trouble)
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
-        return self._unread.popleft()
+        def on_reply(reply: Reply) -> None:
+            replies.append(reply)
+            if not complete.done() and (len(replies) == len(commands) or isinstance(reply, ConnectionError)):
+                complete.set_result(None)
+
+        self.start(on_reply, lambda trouble: on_reply(ConnectionError(trouble)))
+        self._transport.write(b"".join(map(packed, commands)))
+        await complete
+        return replies
 
     def start(self, on_reply: Deliver, on_lost: Callable[[str], None]) -> None:
         """Hand replies to `on_reply` from now on, and the reason of the end to `on_lost`."""
         self._on_reply, self._on_lost = on_reply, on_lost
+        self._transport.resume_reading()
         if self._trouble:  # It ended between the login and now.
             asyncio.get_running_loop().call_soon(lambda: self._on_lost(self._trouble))
 
     def abort(self) -> None:
         """Close at once. Nothing is delivered any more, not even what is parsed already."""
         self._on_reply = self._on_lost = _ignore
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
-    def keep_alive(self, options: Mapping[int, int | bytes] | None) -> None:
-        assert self._transport is not None
-        if options is None:
-            options = {getattr(socket, name): n for name, n in KEEPALIVE.items() if hasattr(socket, name)}
+    def keep_alive(self, options: Mapping[int, int | bytes]) -> None:
         sock: socket.socket = self._transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in options.items():
@@ -188,8 +162,8 @@ class RawConnection(asyncio.Protocol):
     # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         parser = self._parser
@@ -207,14 +181,6 @@ class RawConnection(asyncio.Protocol):
         self._trouble = trouble
         self._on_lost(trouble)
 
-    def _keep(self, reply: Reply) -> None:
-        self._unread.append(reply)
-        self._wake_reader()
-
-    def _wake_reader(self, trouble: str = "") -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
 
 def _ignore(_: object) -> None:
     pass
@@ -222,28 +188,24 @@ def _ignore(_: object) -> None:
 
 async def open_connection(options: ConnectOptions) -> RawConnection:
     """Connect to a server and log in."""
-    raw = RawConnection()
+    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(options.connect_timeout_s):
-            await _connect(raw, options)
-            await _log_in(raw, options)
+            if options.path:
+                _, raw = await loop.create_unix_connection(RawConnection, options.path)
+            else:
+                tls = None if options.tls is None else tls_context(options.tls)
+                _, raw = await loop.create_connection(RawConnection, options.host, options.port, ssl=tls)
+            try:
+                if not options.path:
+                    raw.keep_alive(options.keepalive)
+                await _log_in(raw, options)
+            except BaseException:
+                raw.abort()
+                raise
     except TimeoutError as error:
-        raw.abort()
         raise TimeoutError(f"no connection to {options.place} in {options.connect_timeout_s:g} s") from error
-    except BaseException:
-        raw.abort()
-        raise
     return raw
-
-
-async def _connect(raw: RawConnection, options: ConnectOptions) -> None:
-    loop = asyncio.get_running_loop()
-    if options.path:
-        await loop.create_unix_connection(lambda: raw, options.path)
-        return
-    tls = None if options.tls is None else options.tls.context()
-    await loop.create_connection(lambda: raw, options.host, options.port, ssl=tls)
-    raw.keep_alive(options.keepalive)
 
 
 async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
@@ -256,19 +218,18 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
     if options.database:
         commands.append(("SELECT", options.database))
     commands += [("CLIENT", "SETINFO", "LIB-NAME", "holdfast"), ("CLIENT", "SETINFO", "LIB-VER", VERSION)]
-    raw.write_all(commands)
-    for command in commands:
-        reply = await raw.read()
-        if isinstance(reply, ServerError):
+    for command, reply in zip(commands, await raw.ask(*commands), strict=False):
+        if isinstance(reply, Exception):
             _check_login(command, reply)
 
 
-def _check_login(command: tuple[Argument, ...], error: ServerError) -> None:
-    """Raise for an error that counts. A server before 7.2 does not know CLIENT SETINFO."""
-    if TOO_MANY_CLIENTS in str(error):
+def _check_login(command: tuple[Argument, ...], error: Exception) -> None:
+    """Raise for an error that counts. A full server refuses a new connection, and another attempt may succeed. A server
+    before 7.2 does not know CLIENT SETINFO."""
+    if not isinstance(error, ServerError) or "max number of clients" in str(error):
         raise error
     if error.code != "NOAUTH" and command[1] == "SETINFO":
         return
-    if error.code in REFUSED_CODES or command[0] == "AUTH":
+    if error.code in ("WRONGPASS", "NOAUTH", "NOPERM") or command[0] == "AUTH":
         raise LoginRefused(str(error))
     raise error

@@ -9,13 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.errors import HoldfastError, LayoutTooNew, StorageUnavailable
 from holdfast.storage.redis.codec import ENQUEUED, PLACED
-
-if TYPE_CHECKING:
-    from holdfast.storage.redis.topology import Servers
 
 LAYOUT = 2
 """The layout of keys and records that this version reads and writes. It refuses all others."""
@@ -93,16 +89,6 @@ def join(sources: Mapping[str, str], names: Sequence[str]) -> str:
     return "".join(sources[name] if name == SHARED else f"do {sources[name]}end\n" for name in names)
 
 
-def place_of(line: int, sources: Mapping[str, str] = SOURCES) -> str:
-    """File and line of a line of the joined text."""
-    for name in FILES:
-        count = sources[name].count("\n") + (name != SHARED)
-        if line <= count:
-            return f"{name}.lua:{line}"
-        line -= count
-    raise LookupError(line)
-
-
 def layout_error(place: str, found: str) -> HoldfastError:
     """The error for data of another layout, which is neither read nor written."""
     if found.isdigit() and int(found) < LAYOUT:
@@ -114,31 +100,6 @@ def layout_error(place: str, found: str) -> HoldfastError:
         f"{place} has layout {found!r:.20}, this Holdfast reads layout {LAYOUT}:"
         " upgrade it here, or use another namespace"
     )
-
-
-def pipeline_for(transaction: object, servers: Servers) -> Any:
-    """The caller's redis-py pipeline, if an enqueue to these servers can be part of it."""
-    from redis.asyncio.client import Pipeline
-    from redis.client import Pipeline as BlockingPipeline
-
-    if not isinstance(transaction, Pipeline | BlockingPipeline):
-        kind = type(transaction)
-        raise OptionError(
-            f"{kind.__module__}.{kind.__qualname__} is no transaction that a job could be part of on {servers.name}:"
-            " pass a pipeline of redis.Redis or redis.asyncio.Redis"
-        )
-    if servers.clustered:
-        raise OptionError(
-            f"{servers.name} is a cluster, where a transaction ends at a slot's edge: a job cannot be part of yours"
-        )
-    database = int(transaction.connection_pool.connection_kwargs.get("db") or 0)
-    if database != servers.database:
-        raise OptionError(
-            f"the pipeline is on database {database}, the jobs are in database {servers.database} of {servers.name}"
-        )
-    if transaction.watching and not transaction.explicit_transaction:
-        raise OptionError("the pipeline watches keys and would send the command at once: call its multi() first")
-    return transaction
 
 
 def _replaced(sources: Mapping[str, str], name: str, old: str, new: str) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""From a URL, or a client of redis-py, to the servers that it names.
+"""From a URL, or an object of redis-py, to the servers that it names.
 
 Only public names of redis-py are used, and only of objects that a caller hands in. It is imported when one is: that
 takes 0.3 s, which a process that has only a URL does not spend.
@@ -7,65 +7,60 @@ takes 0.3 s, which a process that has only a URL does not spend.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from holdfast.errors import OptionError
-from holdfast.storage.redis.raw import CONNECT_S, ConnectOptions, NodeAddress, TlsOptions
-from holdfast.storage.redis.topology import ClusterServers, OneServer, Sentinels, Servers
+from holdfast.storage.redis.raw import KEEPALIVE, ConnectOptions, NodeAddress
+from holdfast.storage.redis.topology import ClusterServers, SentinelServers, Servers
 
-SENTINEL_PORT = 26379
-PORT = 6379
-HOLDFAST_OPTIONS = ("timeout", "eviction")
-"""Options of a URL that the storage reads itself. All others have redis-py's names and meanings."""
+MAX_TIMEOUT_S = 300.0
+"""A reply is kept for ten minutes: a call that is repeated for longer could be done twice."""
 VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
-
-
-def _bool(text: str) -> bool:
-    return text.upper() not in ("0", "F", "FALSE", "N", "NO", "")
 
 
 def _verify_mode(value: Any) -> ssl.VerifyMode:
     """`required` and so on as redis-py has them: a word, a constant of `ssl`, or None."""
-    if value is None:
-        return ssl.CERT_NONE
-    if isinstance(value, str):
-        if value not in VERIFY_MODES:
-            raise ValueError("ssl_cert_reqs is none, optional or required")
-        return VERIFY_MODES[value]
-    return ssl.VerifyMode(value)
+    return ssl.VerifyMode(VERIFY_MODES.get(value, value or ssl.CERT_NONE))
 
 
-def _verify_flags(text: str) -> tuple[ssl.VerifyFlags, ...]:
+def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"it is one of {', '.join(values)}")
+        return values[text]
+
+    return read
+
+
+def _verify_flags(text: str) -> list[ssl.VerifyFlags]:
     """Flags from text such as `VERIFY_X509_STRICT,VERIFY_CRL_CHECK_LEAF`; brackets around it are allowed."""
-    names = [name.strip() for name in text.strip("[] ").split(",")]
-    unknown = [name for name in names if name not in ssl.VerifyFlags.__members__]
-    if unknown:
-        raise ValueError(f"{unknown[0]!r:.40} is not one of ssl.VerifyFlags")
-    return tuple(ssl.VerifyFlags[name] for name in names)
+    return [_one_of(ssl.VerifyFlags.__members__)(name.strip()) for name in text.strip("[] ").split(",")]
+
+
+def _timeout(text: str) -> float:
+    timeout_s = float(text)
+    if not 0.1 <= timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(f"it is a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
+    return timeout_s
 
 
 USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("username", "password", "client_name", "ssl_keyfile", "ssl_certfile", "ssl_password"), str),
+    **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_ciphers"), str),
+    **dict.fromkeys(("ssl_include_verify_flags", "ssl_exclude_verify_flags"), _verify_flags),
     "db": int,
-    "username": str,
-    "password": str,
-    "client_name": str,
     "socket_connect_timeout": float,
-    "ssl_keyfile": str,
-    "ssl_certfile": str,
-    "ssl_password": str,
-    "ssl_cert_reqs": str,
-    "ssl_ca_certs": str,
-    "ssl_ca_path": str,
-    "ssl_ca_data": str,
-    "ssl_check_hostname": _bool,
-    "ssl_min_version": int,
-    "ssl_ciphers": str,
-    "ssl_include_verify_flags": _verify_flags,
-    "ssl_exclude_verify_flags": _verify_flags,
+    "ssl_cert_reqs": _one_of(VERIFY_MODES),
+    "ssl_check_hostname": lambda text: text.upper() not in ("0", "F", "FALSE", "N", "NO", ""),
+    "ssl_min_version": lambda text: ssl.TLSVersion(int(text)),
+    "timeout": _timeout,
+    "eviction": _one_of({"refuse": False, "allow": True}),
 }
-"""Options of a URL that change a connection, and how their text is read."""
+"""Options of a URL that are used, and how their text is read. The last two are for the storage; all others have
+redis-py's names and meanings."""
 UNUSED_OPTIONS = frozenset(
     (
         *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
@@ -76,58 +71,51 @@ UNUSED_OPTIONS = frozenset(
 """Options of a URL that redis-py has and that change nothing here: Holdfast has its own retries and timeouts."""
 
 
-def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, str]]:
-    """The servers that a URL names, and its options for the storage. `shown` is the URL as errors may show it."""
+def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
+    """The servers that a URL names, and its options for the storage. `shown` is the URL as errors may show it: a part
+    of a URL that is not well formed may be a part of the password, so errors show no other part."""
     try:
         return _servers_from_url(urlsplit(url), shown)
-    except OptionError:
-        raise
     except ValueError as error:
-        raise OptionError(f"{shown!r:.120} is not a URL of a server: {error}") from None
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(f"{shown!r:.120} is not a URL of a server: check its hosts and ports") from None
 
 
-def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, str]]:
-    scheme, path = parts.scheme, parts.path
+def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, Any]]:
+    scheme, path, service = parts.scheme, parts.path.strip("/"), ""
     credentials, _, hosts = parts.netloc.rpartition("@")
     if "," in hosts and scheme not in ("redis+sentinel", "redis+cluster"):
         raise OptionError(f"{shown!r:.120} names several hosts: use redis+sentinel:// or redis+cluster://")
-    addresses = [_address(host, SENTINEL_PORT if scheme == "redis+sentinel" else PORT) for host in hosts.split(",")]
-    service = ""
+    addresses = [_address(host, 26379 if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
     if scheme == "redis+sentinel":
-        service, _, path = path.strip("/").partition("/")
+        service, _, path = path.partition("/")
         if not service:
             raise OptionError(f"{shown!r:.120} does not name a master: write redis+sentinel://host:26379/SERVICE/0")
+    if path and not path.isdigit():
+        raise OptionError(f"{shown!r:.120} has a database that is not a number")
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
-    storage_options = {name: query.pop(name) for name in HOLDFAST_OPTIONS if name in query}
-    logins = {name: query.pop(name) for name in ("sentinel_username", "sentinel_password") if service and name in query}
+    login = {name: query.pop(f"sentinel_{name}", "") for name in ("username", "password") if service}
     tls = scheme in ("rediss", "valkeys") or query.pop("ssl", "") in ("1", "true", "True")
-    settings = {**_login(credentials), "db": _database(path, shown), **_read_query(query, shown)}
+    username, _, password = credentials.partition(":")
+    settings: dict[str, Any] = {"username": unquote(username), "password": unquote(password), "db": int(path or 0)}
+    settings |= _read_query(query, shown)
+    names = {"timeout": "timeout_s", "eviction": "allow_eviction"}
+    storage_options = {names[name]: value for name, value in settings.items() if name in names}
     options = connect_options(settings, tls).at(addresses[0])
-    if scheme == "redis+cluster":
-        if options.database:
-            raise OptionError(f"{shown!r:.120}: a cluster has only database 0")
-        return ClusterServers(shown, options, addresses), storage_options
-    if not service:
-        return OneServer(shown, options), storage_options
-    asking = ConnectOptions(username=logins.get("sentinel_username", ""), password=logins.get("sentinel_password", ""))
-    return OneServer(shown, options, Sentinels(service, [asking.at(address) for address in addresses])), storage_options
+    if service:
+        sentinels = [connect_options(login, tls=False).at(address) for address in addresses]
+        return SentinelServers(shown, options, service, sentinels), storage_options
+    if scheme != "redis+cluster":
+        return Servers(shown, options), storage_options
+    if options.database:
+        raise OptionError(f"{shown!r:.120}: a cluster has only database 0")
+    return ClusterServers(shown, options, addresses), storage_options
 
 
 def _address(text: str, port: int) -> NodeAddress:
     parts = urlsplit(f"//{text}")
     return unquote(parts.hostname or "localhost"), parts.port or port
-
-
-def _login(credentials: str) -> dict[str, str]:
-    username, _, password = credentials.partition(":")
-    return {"username": unquote(username), "password": unquote(password)}
-
-
-def _database(path: str, shown: str) -> int:
-    database = path.strip("/")
-    if database and not database.isdigit():
-        raise OptionError(f"{shown!r:.120} has a database that is not a number: {database!r:.40}")
-    return int(database or 0)
 
 
 def _read_query(query: Mapping[str, str], shown: str) -> dict[str, Any]:
@@ -137,79 +125,74 @@ def _read_query(query: Mapping[str, str], shown: str) -> dict[str, Any]:
             try:
                 settings[name] = USED_OPTIONS[name](text)
             except ValueError as error:
-                raise OptionError(f"{shown!r:.120} has a wrong value for {name}: {error!s:.100}") from None
+                detail = f": {error!s:.100}" if text in shown else ""
+                raise OptionError(f"{shown!r:.120} has a wrong value for {name}{detail}") from None
         elif name not in UNUSED_OPTIONS:
-            raise OptionError(f"{shown!r:.120} has an option that is not known: {name!r:.40}")
+            detail = f": {name!r:.40}" if name in shown else ""
+            raise OptionError(f"{shown!r:.120} has an option that is not known{detail}")
     return settings
 
 
 def connect_options(settings: Mapping[str, Any], tls: bool) -> ConnectOptions:
     """The options of a connection, from settings with redis-py's names."""
+    options = {field.name: settings[field.name] for field in fields(ConnectOptions) if settings.get(field.name)}
+    if settings.get("socket_connect_timeout"):
+        options["connect_timeout_s"] = float(settings["socket_connect_timeout"])
+    if tls:
+        options["tls"] = {**settings, "ssl_cert_reqs": _verify_mode(settings.get("ssl_cert_reqs", "required"))}
     keepalive = settings.get("socket_keepalive_options")
-    return ConnectOptions(
-        host=str(settings.get("host") or "localhost"),
-        port=int(settings.get("port") or PORT),
-        path=str(settings.get("path") or ""),
-        username=settings.get("username") or "",
-        password=settings.get("password") or "",
-        credential_provider=settings.get("credential_provider"),
-        database=int(settings.get("db") or 0),
-        client_name=str(settings.get("client_name") or ""),
-        tls=_tls_options(settings) if tls else None,
-        connect_timeout_s=float(settings.get("socket_connect_timeout") or CONNECT_S),
-        keepalive=cast("dict[int, int]", keepalive) if isinstance(keepalive, dict) else None,
-    )
-
-
-def _tls_options(settings: Mapping[str, Any]) -> TlsOptions:
-    min_version = settings.get("ssl_min_version")
-    return TlsOptions(
-        verify_mode=_verify_mode(settings.get("ssl_cert_reqs", "required")),
-        check_hostname=bool(settings.get("ssl_check_hostname", True)),
-        ca_file=settings.get("ssl_ca_certs"),
-        ca_path=settings.get("ssl_ca_path"),
-        ca_data=settings.get("ssl_ca_data"),
-        certificate=settings.get("ssl_certfile"),
-        key=settings.get("ssl_keyfile"),
-        key_password=settings.get("ssl_password"),
-        min_version=None if min_version is None else ssl.TLSVersion(min_version),
-        ciphers=settings.get("ssl_ciphers"),
-        set_flags=tuple(settings.get("ssl_include_verify_flags") or ()),
-        clear_flags=tuple(settings.get("ssl_exclude_verify_flags") or ()),
-    )
+    options["keepalive"] = keepalive if isinstance(keepalive, dict) else KEEPALIVE
+    return ConnectOptions(**options, database=int(settings.get("db") or 0))
 
 
 def servers_from_client(client: object) -> Servers:
     """The servers of a redis-py client that a caller has already. Its settings are copied; it stays the caller's."""
     from redis.asyncio import Redis, RedisCluster
+    from redis.asyncio.connection import SSLConnection
     from redis.asyncio.sentinel import SentinelConnectionPool
 
+    def options_of(pool: Any) -> ConnectOptions:
+        settings: Mapping[str, Any] = pool.connection_kwargs
+        if settings.get("redis_connect_func") is not None:
+            raise OptionError("a client with a redis_connect_func cannot be used: use a credential_provider instead")
+        return connect_options(settings, issubclass(pool.connection_class, SSLConnection))
+
     if isinstance(client, RedisCluster):
-        return _servers_from_cluster(client)
+        settings: Mapping[str, Any] = client.get_connection_kwargs()
+        nodes: Any = client.get_nodes() or client.nodes_manager.startup_nodes.values()
+        seeds = [(str(node.host), int(node.port)) for node in nodes]
+        options = connect_options(settings, settings.get("connection_class") is SSLConnection)
+        return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", options, seeds)
     if not isinstance(client, Redis):
         raise OptionError(f"a client is a redis.asyncio.Redis or RedisCluster, not {type(client).__module__}")
     pool: Any = client.connection_pool
-    options = _options_of_pool(pool)
+    options = options_of(pool)
     if not isinstance(client.connection_pool, SentinelConnectionPool):
-        return OneServer(options.place, options)
-    nodes = [_options_of_pool(sentinel.connection_pool) for sentinel in pool.sentinel_manager.sentinels]
-    return OneServer(pool.service_name, options, Sentinels(pool.service_name, nodes))
+        return Servers(options.place, options)
+    sentinels = [options_of(sentinel.connection_pool) for sentinel in pool.sentinel_manager.sentinels]
+    return SentinelServers(pool.service_name, options, pool.service_name, sentinels)
 
 
-def _options_of_pool(pool: Any) -> ConnectOptions:
-    from redis.asyncio.connection import SSLConnection
+def pipeline_for(transaction: object, servers: Servers) -> Any:
+    """The caller's redis-py pipeline, if an enqueue to these servers can be part of it."""
+    from redis.asyncio.client import Pipeline
+    from redis.client import Pipeline as BlockingPipeline
 
-    settings: Mapping[str, Any] = pool.connection_kwargs
-    if settings.get("redis_connect_func") is not None:
-        raise OptionError("a client with a redis_connect_func cannot be used: give it a credential_provider instead")
-    return connect_options(settings, issubclass(pool.connection_class, SSLConnection))
-
-
-def _servers_from_cluster(client: Any) -> ClusterServers:
-    from redis.asyncio.connection import SSLConnection
-
-    settings: Mapping[str, Any] = client.get_connection_kwargs()
-    nodes: Iterable[Any] = client.get_nodes() or client.nodes_manager.startup_nodes.values()
-    seeds = [(str(node.host), int(node.port)) for node in nodes]
-    options = connect_options(settings, settings.get("connection_class") is SSLConnection)
-    return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", options, seeds)
+    if not isinstance(transaction, Pipeline | BlockingPipeline):
+        kind = type(transaction)
+        raise OptionError(
+            f"{kind.__module__}.{kind.__qualname__} is no transaction that a job could be part of on {servers.name}:"
+            " pass a pipeline of redis.Redis or redis.asyncio.Redis"
+        )
+    if servers.clustered:
+        raise OptionError(
+            f"{servers.name} is a cluster, where a transaction ends at a slot's edge: a job cannot be part of yours"
+        )
+    database, expected = int(transaction.connection_pool.connection_kwargs.get("db") or 0), servers.options.database
+    if database != expected:
+        raise OptionError(
+            f"the pipeline is on database {database}, the jobs are in database {expected} of {servers.name}"
+        )
+    if transaction.watching and not transaction.explicit_transaction:
+        raise OptionError("the pipeline watches keys and would send the command at once: call its multi() first")
+    return transaction
