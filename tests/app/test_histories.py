@@ -38,7 +38,7 @@ from holdfast import (
 from holdfast._client.lease import Lease
 from holdfast._client.queue import Queue
 from holdfast._client.request import Handle
-from holdfast._worker.inline import Inline
+from holdfast._worker.executor import Inline
 from holdfast._worker.worker import Worker
 from tests.app.conftest import until
 

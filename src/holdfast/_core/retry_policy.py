@@ -57,6 +57,9 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_priority: int = 100
 
 
+StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
+
+
 class Returned(Value, frozen=True, tag="returned"):
     """The handler returned."""
 

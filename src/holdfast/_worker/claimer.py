@@ -1,4 +1,4 @@
-"""The claimer of a worker: plans, claims, and hands jobs over. `claim_planner.py` decides what to claim.
+"""The claimer of a worker: plans, claims, and starts jobs. `capacity.py` decides what to claim.
 
 A hint or a known time wakes it; once a second it polls anyway, because a hint may be lost.
 """
@@ -11,22 +11,25 @@ import random
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.capacity import NEVER, Capacity, QueueLoad
-from holdfast._core.claim_planner import ClaimOrder, ClaimPlanner
-from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
+from holdfast._core.capacity import NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from holdfast._core.events import POLL_INTERVAL_S, Event, EventKind, Topic
+from holdfast._core.jobs import Job, Release
 from holdfast._core.replies import Claim
-from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S
+from holdfast._core.retry_policy import QueueConfig, admit, fence_of
+from holdfast._worker.executor import Run
+from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S, PendingSettlement
+from holdfast._worker.telemetry import RunEvent
 from holdfast.storage.validation import batches
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
 log = logging.getLogger("holdfast.worker")
 
 
 class Claimer:
-    """Claims jobs for one worker, as many as fit. It owns the worker's `Capacity`: everything about queues goes
-    through this object, and the executor reports hosts and runs to `capacity`."""
+    """Claims jobs for one worker, as many as fit. It owns the worker's `capacity`, to which the executor reports hosts
+    and runs."""
 
     def __init__(self, context: WorkerContext) -> None:
         settings = context.settings
@@ -34,8 +37,7 @@ class Claimer:
         self._worker = settings.name
         self._lease_ms = settings.lease_ms
         self._burst = settings.burst
-        self.capacity = Capacity(context.executor.host_capacity, max_runs=settings.concurrency, hosts=())
-        self._planner = ClaimPlanner(self.capacity)
+        self.capacity = ClaimPlanner(context.executor.host_capacity, settings.concurrency)
         self._rng = random.Random()
         self._changed = asyncio.Event()
         """Set when there may be work or free capacity."""
@@ -48,38 +50,16 @@ class Claimer:
 
     # Queues
 
-    @property
-    def queues(self) -> list[str]:
-        """The queues that are served."""
-        return list(self.capacity.served)
-
-    def serves(self, queue: str) -> bool:
-        """Is this queue served?"""
-        return queue in self.capacity.served
-
-    def serve(self, loads: Iterable[QueueLoad]) -> None:
+    def serve(self, configs: Iterable[QueueConfig]) -> None:
         """Begin to serve these queues, or serve them with other settings from now on."""
-        for load in loads:
-            self.capacity.serve(load)
-            self._planner.wake(load.queue)
+        for config in configs:
+            self.capacity.serve(QueueLoad(config.queue, config.size, config.concurrency, config.queue_priority))
+            self.capacity.wake(config.queue)
         self._subscribe()
-
-    def leave(self, queue: str) -> None:
-        """Claim nothing more from a queue."""
-        self.capacity.leave(queue)
 
     def rest(self, queue: str, seconds: float) -> None:
         """Claim nothing from a queue for this long: its jobs were given back, and would be again."""
-        self._planner.rest(queue, asyncio.get_running_loop().time() + seconds)
-
-    def wake_all(self) -> None:
-        """Every queue may have work."""
-        for queue in self.capacity.served:
-            self._planner.wake(queue)
-
-    def full_queues(self) -> list[str]:
-        """Queues of which no further job fits."""
-        return self._planner.full_queues()
+        self.capacity.rest(queue, asyncio.get_running_loop().time() + seconds)
 
     # From start to end
 
@@ -88,7 +68,6 @@ class Claimer:
         self._changed.set()
 
     def stop(self) -> None:
-        """Claim nothing more."""
         self._stopped = True
         self._changed.set()
 
@@ -120,9 +99,9 @@ class Claimer:
                     self._start(self._poll(), "poll")
             now = loop.time()
             self._claim_what_fits(now)
-            if self._burst and self._is_idle():
+            if self._burst and self.capacity.idle and not self._is_busy():
                 return
-            await self._until_changed(min(next_poll_at, self._planner.next_claim_at(now)) - loop.time())
+            await self._until_changed(min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time())
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
@@ -134,9 +113,10 @@ class Claimer:
         self._going.add(task)
         task.add_done_callback(self._going.discard)
 
-    def _is_idle(self) -> bool:
-        """Every queue answered that it has no work, and nothing goes on."""
-        return self._planner.idle and not (self._planner.claiming or self._context.busy)
+    def _is_busy(self) -> bool:
+        """Is a job held, run or being settled?"""
+        context = self._context
+        return bool(context.held or context.settler.busy or context.executor.runs)
 
     async def _until_changed(self, seconds: float) -> None:
         try:
@@ -148,7 +128,7 @@ class Claimer:
     # Claims
 
     def _claim_what_fits(self, now: float) -> None:
-        for order in self._planner.plan(now) if self._context.heartbeat.is_heard else ():
+        for order in self.capacity.plan(now) if self._context.heartbeat.is_heard else ():
             self._start(self._claim(order), "claim")
 
     async def _claim(self, order: ClaimOrder) -> None:
@@ -160,12 +140,12 @@ class Claimer:
             )
         except Exception as error:
             pause = self._rng.uniform(0.5, 1) * POLL_INTERVAL_S
-            self._planner.claimed(order.queue, order.limit, 0, loop.time() + pause)
+            self.capacity.claimed(order.queue, order.limit, 0, loop.time() + pause)
             self._context.hooks.report_error(error, f"worker {self._worker} could not claim from {order.queue}")
         else:
             if claim.jobs:
-                self._context.begin(order.queue, claim.jobs, sent_at)
-            self._planner.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
+                self._begin(order.queue, claim.jobs, sent_at)
+            self.capacity.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
         self._changed.set()
 
     def _claim_at(self, claim: Claim) -> float:
@@ -174,21 +154,63 @@ class Claimer:
         at = NEVER if claim.next_poll_at is None else now + (claim.next_poll_at - claim.now) / 1e6
         return NEVER if self._burst and at > now else at
 
+    # Runs
+
+    def _begin(self, queue: str, jobs: Sequence[Job], sent_at: float) -> None:
+        """Start jobs that were claimed by a call that was sent at `sent_at`: their leases are at most that old."""
+        context = self._context
+        config = context.configs.get(queue)
+        lease_s = self._lease_ms / 1000
+        age_s = asyncio.get_running_loop().time() - sent_at
+        is_over = age_s >= lease_s  # The reply took longer than a lease: another worker may have the jobs.
+        if config is None or is_over or context.stopping.is_set() or queue not in self.capacity.served:
+            for job in jobs:
+                self._release(queue, job)
+            return
+        for job in jobs:
+            self._start_run(config, job, sent_at)
+        if age_s > lease_s / 4:
+            context.heartbeat.nudge()
+
+    def _start_run(self, config: QueueConfig, job: Job, sent_at: float) -> None:
+        context, queue = self._context, config.queue
+        if config.policy.exclusive and self._still_runs(queue, job):
+            self.rest(queue, POLL_INTERVAL_S)
+            self._release(queue, job)
+            return
+        refusal = admit(job, config.policy)
+        if refusal is not None:
+            context.settler.settle(queue, PendingSettlement(job, refusal, config.policy))
+            return
+        run = Run(config, job, sent_at)
+        context.held[run.key] = run
+        context.executor.start(run)
+        if context.hooks.on_event:
+            context.hooks.publish(RunEvent(kind=EventKind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
+
+    def _still_runs(self, queue: str, job: Job) -> bool:
+        """Does an earlier run of this job go on here, whose lease was lost? Runs of an exclusive job must not
+        overlap."""
+        return any(run.queue == queue and run.job.id == job.id for run in self._context.executor.runs)
+
+    def _release(self, queue: str, job: Job) -> None:
+        self._context.settler.settle(queue, PendingSettlement(job, Release(job.id, fence_of(job))))
+
     # Hints
 
     async def _poll(self) -> None:
         """Ask the storage about idle queues, because a hint may be lost; and about blocked ones, because a host may be
         kept free for work that is gone."""
         now = asyncio.get_running_loop().time()
-        idle, blocked = self._planner.idle_queues(now), self._planner.blocked_queues(now)
+        idle, blocked = self.capacity.idle_queues(now), self.capacity.blocked_queues(now)
         try:
             for queues in batches([*idle, *blocked], lambda queue: 0):
                 ready = set(await self._context.storage.ready(queues))
                 for queue in queues:
                     if queue in ready:
-                        self._planner.wake(queue)
+                        self.capacity.wake(queue)
                     elif queue in blocked:
-                        self._planner.sleep(queue)
+                        self.capacity.sleep(queue)
         except Exception as error:
             self._context.hooks.report_error(error, f"worker {self._worker} could not look for work")
         self._polling = False
@@ -210,7 +232,7 @@ class Claimer:
                 async with self._context.storage.subscribe(*topics) as events:
                     pause = TRY_AGAIN_S[0]
                     for topic in topics:  # Hints of earlier jobs were not received.
-                        self._planner.wake(topic.queue)
+                        self.capacity.wake(topic.queue)
                     self._changed.set()
                     events.on_event(self._on_hint)
                     await asyncio.Event().wait()
@@ -221,7 +243,7 @@ class Claimer:
 
     def _on_hint(self, event: Event) -> None:
         """A queue may have work: claim at once, whatever else is to be done."""
-        self._planner.wake(event.queue)
+        self.capacity.wake(event.queue)
         if not self._stopped:
             self._claim_what_fits(asyncio.get_running_loop().time())
         self._changed.set()

@@ -1,25 +1,41 @@
 """Runs as their worker sees them: a job that it has leased, where it runs, and when it must end.
 
-`Executor` is where runs go on: `inline.Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has
-to end is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
+`Executor` is where runs go on: `Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has to end
+is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from holdfast._core.capacity import NEVER, Capacity
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, QueueConfig, fence_of, is_suspect, timeout_ms
+from holdfast._core.retry_policy import (
+    Ended,
+    QueueConfig,
+    Stopped,
+    StopReason,
+    TimedOut,
+    fence_of,
+    is_suspect,
+    timeout_ms,
+)
+from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
 from holdfast._worker.telemetry import OnEvent
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
-StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
+INLINE_CAPACITY = 1_000
+"""Units of a worker without child processes."""
+QUICK_S = 1.0
+"""How long a run has to end when a stop is to be quick."""
+
+log = logging.getLogger("holdfast.worker")
 
 
 class LeaseClock:
@@ -87,6 +103,8 @@ class Executor(ABC):
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
         """One timer for all runs: it fires when the first of them may have to be stopped."""
+        self._one_finished = asyncio.Event()
+        self._quick = asyncio.Event()
 
     async def open(self, context: WorkerContext) -> None:
         """Get ready to work for a worker."""
@@ -154,7 +172,6 @@ class Executor(ABC):
             self._grace_over(run)
 
     def _started(self, run: Run, host: int) -> None:
-        """A run has started on this host."""
         loop = asyncio.get_running_loop()
         run.host, run.started_at = host, loop.time()
         self._runs.add(run)
@@ -192,4 +209,103 @@ class Executor(ABC):
             timer.cancel()
         if run.host is not None:
             self._capacity.finished(run.queue, run.host, given_up=run.given_up)
-        self._context.finished(run, ended)
+        self._one_finished.set()
+        self._context.claimer.changed()
+        if run.held:
+            self._context.settler.decide(run, ended)
+
+    # Runs that have to end
+
+    def hurry(self) -> None:
+        """Give the runs that have to end hardly any more time."""
+        self._quick.set()
+        self._one_finished.set()
+
+    async def end_runs(self, runs: Sequence[Run], grace_s: float) -> None:
+        """Give runs their grace, then stop them, then give them the time that each has to stop. Those that have not
+        started need none."""
+        for run in runs:
+            if run.started_at is None:
+                self.stop(run, "shutdown")
+        await self._until_finished(runs, grace_s)
+        for run in runs:
+            self.stop(run, "shutdown")
+        longest_s = max((run.config.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
+        await self._until_finished(runs, longest_s + self.kill_allowance_s + 0.1)
+        if self._quick.is_set():
+            kill_at = asyncio.get_running_loop().time() + QUICK_S
+            for run in runs:
+                self.stop(run, "shutdown", kill_at=kill_at)
+            await self._until_finished(runs, 3 * QUICK_S, even_if_quick=True)
+        for run in runs:
+            if run.done or not run.held:
+                continue
+            if run.config.policy.exclusive:
+                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.queue)
+            else:
+                self._context.settler.decide(run, Stopped("shutdown"))
+
+    async def _until_finished(self, runs: Sequence[Run], seconds: float, *, even_if_quick: bool = False) -> None:
+        """Wait until these runs are over, or this time is, or the stop is to be quick."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not all(run.done for run in runs) and (even_if_quick or not self._quick.is_set()):
+                    self._one_finished.clear()
+                    await self._one_finished.wait()
+        except TimeoutError:
+            pass  # Their time is over.
+
+
+class Inline(Executor):
+    """Runs on the worker's own loop, its only host, with the number 0. It is fast and simple, with one limit that
+    Python sets: a run that does not end when it is cancelled cannot be killed. It keeps its capacity until it ends by
+    itself."""
+
+    name = "inline"
+    host_capacity = INLINE_CAPACITY
+
+    def __init__(self, handlers: Iterable[Handler], hooks: AppHooks) -> None:
+        super().__init__()
+        self._handlers = {handler.queue: handler for handler in handlers}
+        self.runner: Runner[Run] = Runner(hooks, INLINE_CAPACITY, self.finished, self.progressed)
+
+    @property
+    def configs(self) -> list[QueueConfig]:
+        return [handler.config for handler in self._handlers.values()]
+
+    async def open(self, context: WorkerContext) -> None:
+        await super().open(context)
+        for handler in self._handlers.values():
+            handler.check()
+        self._capacity.open_host(0)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()  # It cannot break down.
+
+    async def close(self) -> None:
+        self.runner.close()
+
+    def start(self, run: Run) -> None:
+        self._started(run, 0)
+        self.runner.start(run, self._handlers[run.queue], run.job)
+
+    def _ask_to_stop(self, run: Run, why: StopReason) -> None:
+        self.runner.stop(run, why)
+
+    def _grace_over(self, run: Run) -> None:
+        """The job of a run that cannot be killed goes on elsewhere, unless it must not overlap with itself: then its
+        lease is held until the run ends."""
+        run.given_up = True
+        self._capacity.gave_up(run.queue)
+        keeps = run.config.policy.exclusive or run.stopping in ("cancel", "lease_lost")
+        log.warning(
+            "job %r of %s does not stop (%s): %s",
+            *(run.job.id, run.queue, run.stopping),
+            "it keeps its lease until it ends" if keeps else "it is given up, and may overlap with its next run",
+        )
+        if run.held and not keeps:
+            ended = TimedOut(timed_out()) if run.stopping == "timeout" else Stopped("shutdown")
+            self._context.settler.decide(run, ended)
+
+    def _kill(self, run: Run) -> None:
+        pass  # It cannot be killed.

@@ -8,25 +8,26 @@ to claim from (claims sweep, too). What it learns is passed to the worker's loop
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from holdfast._core.jobs import LeaseRef
-from holdfast._core.replies import Extended, WorkerFacts
+from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import fence_of, timeout_ms
 from holdfast._worker.executor import Run
+from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage
 from holdfast.storage.validation import MAX_ITEMS, batches
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
 SOONEST_S = 0.5
 """Progress makes the next beat come early, but not sooner after the last than this."""
@@ -40,16 +41,13 @@ SNAPSHOT_S = 0.1
 """How long a beat waits for a snapshot of the worker, at most a quarter of its interval. A loop that is blocked makes
 none, and the beat uses the one before."""
 
+log = logging.getLogger("holdfast.worker")
+
 _Beaten = tuple[Run, bytes | None]
 """A run, and the progress that goes with its lease."""
-
-
-class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """The state of a worker, made on its event loop for the heartbeat's thread."""
-
-    facts: WorkerFacts
-    full_queues: list[str]
-    """Queues of which no further job fits: no claim sweeps them."""
+WorkerSnapshot = tuple[WorkerFacts, list[str]]
+"""The state of a worker, made on its event loop for the heartbeat's thread: its record, and the queues of which no
+further job fits, which no claim sweeps."""
 
 
 class Heartbeat:
@@ -73,6 +71,9 @@ class Heartbeat:
         self._snapshot_made = asyncio.Event()
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+        """Why this thread has ended by itself."""
+        self._broken = asyncio.Event()
         self._home: asyncio.AbstractEventLoop
         """The worker's loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,7 +113,7 @@ class Heartbeat:
         """Begin to beat, unless the worker's settings say that it has no heartbeat."""
         if self._enabled:
             self._home = asyncio.get_running_loop()
-            self._snapshot = self._context.snapshot()
+            self._make_snapshot()
             self._thread.start()
 
     async def stop(self) -> None:
@@ -122,15 +123,33 @@ class Heartbeat:
             self._call(self._cancel_work)
             await asyncio.to_thread(self._thread.join)
 
+    async def watch(self) -> None:
+        """Wait, and raise if the heartbeat's thread has ended: without it the worker must not go on."""
+        await self._broken.wait()
+        raise RuntimeError(f"the heartbeat of worker {self._worker} has ended: {self._error!r}")
+
     def _make_snapshot(self) -> None:
-        self._snapshot = self._context.snapshot()
+        capacity = self._context.claimer.capacity
+        self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
         self._call(self._snapshot_made.set)
 
-    def _cancel_run(self, run: Run) -> None:
-        self._context.executor.stop(run, "cancel")
-
-    def _kill_run(self, run: Run, kill_at: float) -> None:
+    def _lost(self, run: Run) -> None:
+        """A lease is not ours any more: the run is stopped, and its result discarded."""
+        if run.done or self._context.held.pop(run.key, None) is None:
+            return
+        log.warning("worker %s lost its lease of job %r in %s", self._worker, run.job.id, run.queue)
+        run.held = False
+        kill_at = None
+        if run.config.policy.exclusive:  # Another run may have begun: it is killed soon, whatever it was stopped for.
+            grace_s = 0.0 if run.overdue else run.config.policy.cancel_grace_ms / 1000
+            kill_at = self._home.time() + grace_s
         self._context.executor.stop(run, "lease_lost", kill_at=kill_at)
+
+    def _evicted(self) -> None:
+        """The storage has a command for this worker to stop."""
+        if not self._context.stopping.is_set():
+            log.warning("worker %s was evicted: it stops", self._worker)
+            self._context.stop()
 
     # On the heartbeat's thread
 
@@ -138,8 +157,9 @@ class Heartbeat:
         try:
             with asyncio.Runner() as runner:
                 runner.run(self._main())
-        except BaseException as error:  # Without a heartbeat the worker must not go on.
-            self._post(self._context.break_down, f"the heartbeat of worker {self._worker} has ended: {error!r}")
+        except BaseException as error:
+            self._error = error
+            self._post(self._broken.set)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -206,14 +226,14 @@ class Heartbeat:
     async def _say_goodbye(self, storage: Storage) -> None:
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await storage.announce(self._worker, self._snapshot.facts, ttl_ms=LEAVING_MS)
+                await storage.announce(self._worker, self._snapshot[0], ttl_ms=LEAVING_MS)
         except (StorageUnavailable, TimeoutError):
             pass  # It is forgotten a little later.
 
     async def _beat(self, storage: Storage) -> None:
         """Everything side by side: one slow queue must not cost the leases of another."""
         by_queue: dict[str, list[_Beaten]] = defaultdict(list)
-        for run in self._context.held_runs():
+        for run in list(self._context.held.values()):
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
@@ -239,36 +259,34 @@ class Heartbeat:
         return self._snapshot
 
     async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:
+        extend = partial(storage.extend, queue, worker=self._worker, lease_ms=self._lease_ms)
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
             sent_at = asyncio.get_running_loop().time()
             try:
-                reply = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
+                reply = await extend([_lease(run, progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
                 where = f"worker {self._worker} could not send the progress of jobs in {queue}"
                 self._post(self._context.hooks.report_error, error, where)
-                reply = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
+                reply = await extend([_lease(run, None) for run, _ in beaten])
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
                 if run.lease.progress is progress:
                     run.lease.progress = None  # Sent; a newer one may have come meanwhile.
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
-                self._post(self._context.lost, by_lease[lease.id, lease.fence])
+                self._post(self._lost, by_lease[lease.id, lease.fence])
             for lease in reply.cancel_asked:
-                self._post(self._cancel_run, by_lease[lease.id, lease.fence])
-
-    async def _send(self, storage: Storage, queue: str, leases: list[LeaseRef]) -> Extended:
-        return await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
+                self._post(self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
 
     async def _announce(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        facts = (await snapshot).facts
+        facts, _ = await snapshot
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
         commands = await storage.announce(self._worker, facts, ttl_ms=ttl_ms)
         if commands.evict:
-            self._post(self._context.evict)
+            self._post(self._evicted)
 
     async def _sweep(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        full_queues = (await snapshot).full_queues
+        _, full_queues = await snapshot
         for queue in await storage.ready(full_queues[:MAX_ITEMS]):
             await storage.sweep(queue)
 
@@ -288,11 +306,12 @@ class Heartbeat:
         """The storage does not answer. Runs that must end before another worker can have their lease are killed now, if
         another failed beat would be too late."""
         now = asyncio.get_running_loop().time()
-        for run in self._context.held_runs():
+        for run in list(self._context.held.values()):
             ends_at = run.lease.extended_at + self._lease_ms / 1000
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
             if run.config.policy.dies_with_storage and next_chance_at >= ends_at:
-                self._post(self._kill_run, run, max(now, ends_at - self._lease_ms / 20_000))
+                kill_at = max(now, ends_at - self._lease_ms / 20_000)
+                self._post(partial(self._context.executor.stop, run, "lease_lost", kill_at=kill_at))
 
 
 def _lease(run: Run, progress: bytes | None) -> LeaseRef:

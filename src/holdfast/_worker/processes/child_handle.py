@@ -12,8 +12,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, TimedOut
-from holdfast._worker.executor import Run, StopReason
+from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason, TimedOut
+from holdfast._worker.executor import Run
+from holdfast._worker.handler import timed_out
 from holdfast._worker.processes.messages import (
     Begin,
     Broken,
@@ -32,7 +33,6 @@ from holdfast._worker.processes.messages import (
     without_odd_id,
 )
 from holdfast._worker.processes.os_process import Process
-from holdfast._worker.run import timed_out
 from holdfast.errors import HoldfastError, JobError, OptionError
 
 if TYPE_CHECKING:

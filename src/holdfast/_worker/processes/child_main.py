@@ -25,8 +25,7 @@ from holdfast import errors
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
 from holdfast._worker.app_loader import import_app
 from holdfast._worker.app_parts import RunnableApp, app_parts, open_lazily
-from holdfast._worker.handler import AppHooks, Handler
-from holdfast._worker.inline import Runner
+from holdfast._worker.handler import AppHooks, Handler, Runner
 from holdfast._worker.processes.messages import (
     Begin,
     Broken,
@@ -94,7 +93,7 @@ class ProbedRunner(Runner[int]):
     """A runner that shows the parent which run the loop executes: should one block the loop, the parent sees which."""
 
     def __init__(self, hooks: AppHooks, child: ChildRuntime, probe: LoopProbe) -> None:
-        super().__init__(hooks, THREADS, child)
+        super().__init__(hooks, THREADS, child.finished, child.progressed)
         self._probe = probe
 
     def _wrap(self, key: int, run: Coroutine[Any, Any, Ended]) -> Coroutine[Any, Any, Ended]:

@@ -15,8 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, QueueConfig
-from holdfast._worker.executor import StopReason
+from holdfast._core.retry_policy import Ended, QueueConfig, StopReason
 from holdfast._worker.telemetry import Logs, RunEvent
 
 MAX_FRAME_BYTES = 1 << 26

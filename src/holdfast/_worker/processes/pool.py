@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast._core.retry_policy import Ended, QueueConfig, Stopped
-from holdfast._worker.executor import Executor, Run, StopReason
+from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason
+from holdfast._worker.executor import Executor, Run
 from holdfast._worker.processes.child_handle import ChildHandle, ChildStartError, ChildState, wait_until
 from holdfast._worker.processes.hook_forwarder import HookForwarder
 from holdfast._worker.processes.messages import Begin, Hello
@@ -26,7 +26,7 @@ from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
 CAPACITY = 100
 """Units of one child."""
@@ -161,7 +161,7 @@ class Pool(Executor):
             for child in list(self._children.values()):
                 child.check(number, now)
                 if child.open:
-                    self._capacity.set_responsive(child.number, not child.is_unresponsive(now))
+                    self._capacity.hosts[child.number].unresponsive = child.is_unresponsive(now)
                     if child.spare and not child.runs and now >= child.idle_since + SPARE_IDLE_S:
                         child.retire()
             self._fill()
@@ -197,8 +197,6 @@ class Pool(Executor):
 
     def _gone(self, child: ChildHandle) -> None:
         del self._children[child.number]
-        if child.hello is not None:
-            self._capacity.drop_host(child.number)
         if child.failure is not None:
             self._could_not_start(child.failure, spare=child.spare)
         elif child.crashed and not child.taken:
@@ -285,7 +283,7 @@ class Pool(Executor):
     def start(self, run: Run) -> None:
         if not self._place(run):
             self._unplaced.append(run)
-            self._capacity.add_unplaced(run.queue, isolated=run.isolated)
+            self._capacity.count_unplaced(run.queue, 1, isolated=run.isolated)
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
@@ -307,7 +305,7 @@ class Pool(Executor):
 
     def _remove_unplaced(self, run: Run) -> None:
         self._unplaced.remove(run)
-        self._capacity.remove_unplaced(run.queue, isolated=run.isolated)
+        self._capacity.count_unplaced(run.queue, -1, isolated=run.isolated)
 
     def _start_spares(self) -> None:
         """Start spare children for isolated runs, so that others do not wait for those. There are never more spare
