@@ -30,8 +30,7 @@ from holdfast._core.options import (
     to_ms,
 )
 from holdfast._core.replies import Snapshot
-from holdfast._worker.app_loader import locate_app
-from holdfast._worker.app_parts import AppParts, RunnableApp
+from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
 from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
 from holdfast._worker.processes.pool import Pool, PoolSettings
@@ -313,6 +312,7 @@ class Holdfast(RunnableApp, Generic[T]):
             url=address.url,
             namespace=address.namespace,
             max_payload=address.max_payload,
+            open_lazily=self._open_lazily,
         )
 
     def _open_lazily(self) -> Self:

@@ -276,20 +276,13 @@ class ClaimOrder(msgspec.Struct, frozen=True):
     limit: int
 
 
-class KeptHost(msgspec.Struct, frozen=True):
-    """A host that is kept free for one queue until its next job fits."""
-
-    host: int
-    queue: str
-    until: float
-
-
 class ClaimPlanner(Capacity):
     """Plans the claims of one worker from its capacity."""
 
     _plans = 0
     """Plans so far that had orders."""
-    _kept: KeptHost | None = None
+    _kept: tuple[int, str, float] | None = None
+    """The host that is kept free, the queue that it is kept for, and until when."""
 
     # What is known of queues
 
@@ -364,7 +357,7 @@ class ClaimPlanner(Capacity):
         if not (ready or orders):
             return []
         for load in due:
-            counts = self._kept is None or self._kept.queue == load.queue
+            counts = self._kept is None or self._kept[1] == load.queue
             if counts and not load.claiming and self._is_blocked(load, free):
                 load.skipped += 1
         self._plans += 1
@@ -402,27 +395,27 @@ class ClaimPlanner(Capacity):
         if starving:
             first = min(starving, key=lambda load: load.planned)
             host = max((n for n in free if self._can_ever_fit(first, n)), key=free.__getitem__)
-            self._kept = KeptHost(host, first.queue, now + MAX_KEPT_S)
+            self._kept = (host, first.queue, now + MAX_KEPT_S)
 
     def _use_kept_host(self, due: Sequence[QueueLoad], free: dict[int, int], now: float) -> list[ClaimOrder]:
         """The order of the queue that a host is kept for, if enough is free there now."""
-        kept = self._kept
-        if kept is None:
+        if self._kept is None:
             return []
-        load = self.served.get(kept.queue)
-        if load is None or load not in due or kept.host not in free:
+        host, queue, until = self._kept
+        load = self.served.get(queue)
+        if load is None or load not in due or host not in free:
             self._kept = None  # The job fitted elsewhere, or there is none; or the host has gone.
             return []
-        if now > kept.until:
+        if now > until:
             load.kept_from = now + MAX_KEPT_S
-        elif free[kept.host] < load.size or self._slots(load) <= 0:
+        elif free[host] < load.size or self._slots(load) <= 0:
             return []
         self._kept = None
         for other in self.served.values():  # Others get their turn first, before another host is kept.
             other.skipped = 0
         if load.kept_from > now:
             return []
-        only = {kept.host: free[kept.host]}
+        only = {host: free[host]}
         order = self._order(load, only, 1)
         free.update(only)
         return [order]
@@ -432,10 +425,11 @@ class ClaimPlanner(Capacity):
         was skipped 256 times. Returns the priority above which queues are served."""
         if self._kept is None:
             return -1
-        load = self.served[self._kept.queue]
+        host, queue, _ = self._kept
+        load = self.served[queue]
         if len(free) == 1 and load.skipped < MAX_SKIPPED**2:
             return load.priority
-        del free[self._kept.host]
+        del free[host]
         return -1
 
     # Sharing

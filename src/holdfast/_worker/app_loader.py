@@ -1,17 +1,51 @@
-"""Importing an app by its target, `module:name`: for the command line and for child processes."""
+"""An app, as those see it who run it: imported by its target, `module:name`, and the parts that it offers.
+
+`holdfast.Holdfast` is such an app. A child process knows no more of it than `AppParts`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from holdfast._worker.handler import AppHooks, Handler
+from holdfast._worker.telemetry import OnEvent
 from holdfast.errors import OptionError
 
 A = TypeVar("A")
+
+
+class AppParts(NamedTuple):
+    """The parts of an app."""
+
+    handlers: list[Handler]
+    hooks: AppHooks
+    on_event: list[OnEvent]
+    lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
+    url: str | None
+    """The URL of its storage; None if the app was given an open storage instead."""
+    namespace: str
+    max_payload: int | None
+    open_lazily: Callable[[], AbstractAsyncContextManager[object]]
+    """Opens the app, and its storage only when it is first used."""
+
+
+class RunnableApp(ABC):
+    """An app that a worker can run."""
+
+    @abstractmethod
+    def _parts(self) -> AppParts: ...
+
+
+def app_parts(app: RunnableApp) -> AppParts:
+    return app._parts()  # pyright: ignore[reportPrivateUsage]
 
 
 def import_app(target: str, kind: type[A]) -> A:

@@ -16,7 +16,7 @@ from holdfast._core.events import POLL_INTERVAL_S, Event, EventKind, Topic
 from holdfast._core.jobs import Job, Release
 from holdfast._core.replies import Claim
 from holdfast._core.retry_policy import QueueConfig, admit, fence_of
-from holdfast._worker.executor import Run
+from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S, PendingSettlement
 from holdfast._worker.telemetry import RunEvent
 from holdfast.storage.validation import batches
@@ -34,13 +34,13 @@ class Claimer:
     def __init__(self, context: WorkerContext) -> None:
         settings = context.settings
         self._context = context
-        self._worker = settings.name
+        self._name = settings.name
         self._lease_ms = settings.lease_ms
         self._burst = settings.burst
         self.capacity = ClaimPlanner(context.executor.host_capacity, settings.concurrency)
         self._rng = random.Random()
-        self._changed = asyncio.Event()
-        """Set when there may be work or free capacity."""
+        self.changed = asyncio.Event()
+        """Set when there may be work or free capacity: time to plan again."""
         self._stopped = False
         self._polling = False
         self._subscribed: set[str] = set()
@@ -63,13 +63,9 @@ class Claimer:
 
     # From start to end
 
-    def changed(self) -> None:
-        """There may be work, or free capacity: plan again."""
-        self._changed.set()
-
     def stop(self) -> None:
         self._stopped = True
-        self._changed.set()
+        self.changed.set()
 
     async def run(self) -> None:
         """Plan and claim, until stopped; in a burst, until nothing is ready any more."""
@@ -91,7 +87,7 @@ class Claimer:
         loop = asyncio.get_running_loop()
         next_poll_at = NEVER if self._burst else loop.time() + POLL_INTERVAL_S
         while not self._stopped:
-            self._changed.clear()
+            self.changed.clear()
             if loop.time() >= next_poll_at:
                 next_poll_at = loop.time() + POLL_INTERVAL_S
                 if not self._polling:
@@ -101,7 +97,8 @@ class Claimer:
             self._claim_what_fits(now)
             if self._burst and self.capacity.idle and not self._is_busy():
                 return
-            await self._until_changed(min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time())
+            wait_s = min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time()
+            await wait_at_most(min(max(wait_s, 0.0), POLL_INTERVAL_S), self.changed)
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
@@ -118,13 +115,6 @@ class Claimer:
         context = self._context
         return bool(context.held or context.settler.busy or context.executor.runs)
 
-    async def _until_changed(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(min(max(seconds, 0.0), POLL_INTERVAL_S)):
-                await self._changed.wait()
-        except TimeoutError:
-            pass  # Time to plan again.
-
     # Claims
 
     def _claim_what_fits(self, now: float) -> None:
@@ -136,17 +126,17 @@ class Claimer:
         sent_at = loop.time()
         try:
             claim = await self._context.storage.claim(
-                order.queue, order.limit, worker=self._worker, lease_ms=self._lease_ms
+                order.queue, order.limit, worker=self._name, lease_ms=self._lease_ms
             )
         except Exception as error:
             pause = self._rng.uniform(0.5, 1) * POLL_INTERVAL_S
             self.capacity.claimed(order.queue, order.limit, 0, loop.time() + pause)
-            self._context.hooks.report_error(error, f"worker {self._worker} could not claim from {order.queue}")
+            self._context.hooks.report_error(error, f"worker {self._name} could not claim from {order.queue}")
         else:
             if claim.jobs:
                 self._begin(order.queue, claim.jobs, sent_at)
             self.capacity.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
-        self._changed.set()
+        self.changed.set()
 
     def _claim_at(self, claim: Claim) -> float:
         """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
@@ -212,9 +202,9 @@ class Claimer:
                     elif queue in blocked:
                         self.capacity.sleep(queue)
         except Exception as error:
-            self._context.hooks.report_error(error, f"worker {self._worker} could not look for work")
+            self._context.hooks.report_error(error, f"worker {self._name} could not look for work")
         self._polling = False
-        self._changed.set()
+        self.changed.set()
 
     def _subscribe(self) -> None:
         """Receive the hints of every queue that is served."""
@@ -223,7 +213,7 @@ class Claimer:
             self._subscribed |= {topic.queue for topic in new}
             for topics in batches(new, lambda topic: 0):
                 self._start(self._listen(topics), "listen")
-        self._changed.set()
+        self.changed.set()
 
     async def _listen(self, topics: Sequence[Topic]) -> None:
         pause = TRY_AGAIN_S[0]
@@ -233,11 +223,11 @@ class Claimer:
                     pause = TRY_AGAIN_S[0]
                     for topic in topics:  # Hints of earlier jobs were not received.
                         self.capacity.wake(topic.queue)
-                    self._changed.set()
+                    self.changed.set()
                     events.on_event(self._on_hint)
                     await asyncio.Event().wait()
             except Exception as error:
-                log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._worker, error)
+                log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._name, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, TRY_AGAIN_S[1])
 
@@ -246,4 +236,4 @@ class Claimer:
         self.capacity.wake(event.queue)
         if not self._stopped:
             self._claim_what_fits(asyncio.get_running_loop().time())
-        self._changed.set()
+        self.changed.set()

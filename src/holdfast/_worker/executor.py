@@ -9,21 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from holdfast._core.capacity import NEVER, Capacity
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import (
-    Ended,
-    QueueConfig,
-    Stopped,
-    StopReason,
-    TimedOut,
-    fence_of,
-    is_suspect,
-    timeout_ms,
-)
+from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
 from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
 from holdfast._worker.telemetry import OnEvent
 
@@ -36,6 +28,20 @@ QUICK_S = 1.0
 """How long a run has to end when a stop is to be quick."""
 
 log = logging.getLogger("holdfast.worker")
+
+
+async def wait_until(changed: asyncio.Event, is_so: Callable[[], bool]) -> None:
+    """Wait until a condition holds. `changed` is set whenever it may have become true."""
+    while not is_so():
+        changed.clear()
+        await changed.wait()
+
+
+async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
+    """Wait until an event is set, or this time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class LeaseClock:
@@ -89,7 +95,7 @@ class Run:
 
 
 class Executor(ABC):
-    """Starts and stops runs, and reports to the worker when one is finished."""
+    """Where runs go on: it starts and stops them, and reports when one is finished."""
 
     name: ClassVar[str]
     host_capacity: ClassVar[int]
@@ -104,23 +110,22 @@ class Executor(ABC):
         self._next_timeout: asyncio.TimerHandle | None = None
         """One timer for all runs: it fires when the first of them may have to be stopped."""
         self._one_finished = asyncio.Event()
-        self._quick = asyncio.Event()
+        self._quick = False
 
     async def open(self, context: WorkerContext) -> None:
-        """Get ready to work for a worker."""
         self._context = context
         self._capacity = context.claimer.capacity
 
-    @abstractmethod
     async def watch(self) -> None:
         """Wait, and raise if the executor breaks down."""
+        await asyncio.Event().wait()
 
     def wind_down(self) -> None:  # noqa: B027 -- most have nothing to do.
         """The worker stops: begin nothing that is not needed for what runs."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything that the executor has started."""
+        """End everything that was started here."""
 
     @property
     def event_hooks(self) -> list[OnEvent]:
@@ -148,6 +153,7 @@ class Executor(ABC):
     @abstractmethod
     def _grace_over(self, run: Run) -> None:
         """A run was asked to end, and has not within its `cancel_grace`."""
+        run.overdue = True
 
     @abstractmethod
     def _kill(self, run: Run) -> None:
@@ -163,13 +169,8 @@ class Executor(ABC):
         if run.stopping is not None:
             return
         run.stopping = why
-        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._is_late, run))
+        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._grace_over, run))
         self._ask_to_stop(run, why)
-
-    def _is_late(self, run: Run) -> None:
-        if not run.done:
-            run.overdue = True
-            self._grace_over(run)
 
     def _started(self, run: Run, host: int) -> None:
         loop = asyncio.get_running_loop()
@@ -210,7 +211,7 @@ class Executor(ABC):
         if run.host is not None:
             self._capacity.finished(run.queue, run.host, given_up=run.given_up)
         self._one_finished.set()
-        self._context.claimer.changed()
+        self._context.claimer.changed.set()
         if run.held:
             self._context.settler.decide(run, ended)
 
@@ -218,7 +219,7 @@ class Executor(ABC):
 
     def hurry(self) -> None:
         """Give the runs that have to end hardly any more time."""
-        self._quick.set()
+        self._quick = True
         self._one_finished.set()
 
     async def end_runs(self, runs: Sequence[Run], grace_s: float) -> None:
@@ -232,7 +233,7 @@ class Executor(ABC):
             self.stop(run, "shutdown")
         longest_s = max((run.config.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
         await self._until_finished(runs, longest_s + self.kill_allowance_s + 0.1)
-        if self._quick.is_set():
+        if self._quick:
             kill_at = asyncio.get_running_loop().time() + QUICK_S
             for run in runs:
                 self.stop(run, "shutdown", kill_at=kill_at)
@@ -247,13 +248,13 @@ class Executor(ABC):
 
     async def _until_finished(self, runs: Sequence[Run], seconds: float, *, even_if_quick: bool = False) -> None:
         """Wait until these runs are over, or this time is, or the stop is to be quick."""
-        try:
+
+        def is_over() -> bool:
+            return all(run.done for run in runs) or (self._quick and not even_if_quick)
+
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not all(run.done for run in runs) and (even_if_quick or not self._quick.is_set()):
-                    self._one_finished.clear()
-                    await self._one_finished.wait()
-        except TimeoutError:
-            pass  # Their time is over.
+                await wait_until(self._one_finished, is_over)
 
 
 class Inline(Executor):
@@ -279,9 +280,6 @@ class Inline(Executor):
             handler.check()
         self._capacity.open_host(0)
 
-    async def watch(self) -> None:
-        await asyncio.Event().wait()  # It cannot break down.
-
     async def close(self) -> None:
         self.runner.close()
 
@@ -295,6 +293,7 @@ class Inline(Executor):
     def _grace_over(self, run: Run) -> None:
         """The job of a run that cannot be killed goes on elsewhere, unless it must not overlap with itself: then its
         lease is held until the run ends."""
+        super()._grace_over(run)
         run.given_up = True
         self._capacity.gave_up(run.queue)
         keeps = run.config.policy.exclusive or run.stopping in ("cancel", "lease_lost")
@@ -304,7 +303,7 @@ class Inline(Executor):
             "it keeps its lease until it ends" if keeps else "it is given up, and may overlap with its next run",
         )
         if run.held and not keeps:
-            ended = TimedOut(timed_out()) if run.stopping == "timeout" else Stopped("shutdown")
+            ended = timed_out() if run.stopping == "timeout" else Stopped("shutdown")
             self._context.settler.decide(run, ended)
 
     def _kill(self, run: Run) -> None:

@@ -27,17 +27,7 @@ from holdfast._core.codec import Codecs
 from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr
 from holdfast._core.jobs import Complete, Fail, Job
 from holdfast._core.options import Seconds, to_ms
-from holdfast._core.retry_policy import (
-    Crashed,
-    Ended,
-    QueueConfig,
-    Raised,
-    Returned,
-    Stopped,
-    StopReason,
-    TimedOut,
-    verdict,
-)
+from holdfast._core.retry_policy import Ended, QueueConfig, Raised, Returned, Stopped, StopReason, TimedOut, verdict
 from holdfast._worker.telemetry import awaited, log_error
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 
@@ -255,7 +245,7 @@ async def perform(
         raise
     except BaseException as error:  # SystemExit, too: a handler does not end its worker.
         ended = _raised(error, current)
-    if hooks.after and not isinstance(ended, Stopped | Crashed):
+    if hooks.after and isinstance(ended, Returned | Raised | TimedOut):
         seconds = asyncio.get_running_loop().time() - started
         ended = await _after(job, ended, handler, hooks, arguments, value, seconds)
     return ended
@@ -333,12 +323,12 @@ def _cancelled(current: CurrentJob) -> Ended:
     if current.stopping is None:
         return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
     if current.stopping == "timeout":
-        return TimedOut(timed_out())
+        return timed_out()
     return Stopped(current.stopping)
 
 
-def timed_out() -> JobError:
-    return JobError(type="TimeoutError", kind="timeout", message="the run took longer than its timeout")
+def timed_out() -> TimedOut:
+    return TimedOut(JobError(type="TimeoutError", kind="timeout", message="the run took longer than its timeout"))
 
 
 def _raised(error: BaseException, current: CurrentJob) -> Ended:
@@ -418,19 +408,22 @@ class Runner(Generic[K]):
         threads: int,
         finished: Callable[[K, Ended], None],
         progressed: Callable[[K, bytes], None],
+        wrap: Callable[[K, Coroutine[Any, Any, Ended]], Coroutine[Any, Any, Ended]] | None = None,
     ) -> None:
+        """`wrap` gives the coroutine that is run in place of a run's own."""
         self.resources: object = None
         """The value of the app's lifespan."""
         self._hooks = hooks
         self._report_end = finished
         self._report_progress = progressed
+        self._wrap = wrap
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
 
     def start(self, key: K, handler: Handler, job: Job) -> None:
         current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
-        run = self._wrap(key, perform(job, current, handler, self._hooks, self._threads))
-        task = asyncio.get_running_loop().create_task(run)
+        run = perform(job, current, handler, self._hooks, self._threads)
+        task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
         self._going[key] = (task, current)
         task.add_done_callback(partial(self._finished, key))
 
@@ -444,10 +437,6 @@ class Runner(Generic[K]):
     def close(self) -> None:
         """End the threads: those that are idle now, the others when their runs end."""
         self._threads.shutdown(wait=False)
-
-    def _wrap(self, key: K, run: Coroutine[Any, Any, Ended]) -> Coroutine[Any, Any, Ended]:
-        """The coroutine that is run in place of `run`: for subclasses."""
-        return run
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         _, current = self._going.pop(key)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import fence_of, timeout_ms
-from holdfast._worker.executor import Run
+from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage
@@ -207,21 +207,13 @@ class Heartbeat:
                 news = self._failing or not self.is_heard
                 self._failing, self._beaten_at = False, time.monotonic()
                 if news:  # The claimer may claim again.
-                    self._post(self._context.claimer.changed)
+                    self._post(self._context.claimer.changed.set)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
-                await self._until_nudged(began + self._every_s - loop.time())
+                await wait_at_most(began + self._every_s - loop.time(), self._nudged)
+                self._nudged.clear()
         except asyncio.CancelledError:
             await self._say_goodbye(storage)
             raise
-
-    async def _until_nudged(self, seconds: float) -> None:
-        """Until it is time for the next beat, or there is something to send."""
-        try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._nudged.wait()
-        except TimeoutError:
-            pass  # The usual rhythm.
-        self._nudged.clear()
 
     async def _say_goodbye(self, storage: Storage) -> None:
         try:
@@ -251,11 +243,7 @@ class Heartbeat:
         """A new snapshot from the worker's loop; the one before, if the loop is blocked."""
         self._snapshot_made.clear()
         self._post(self._make_snapshot)
-        try:
-            async with asyncio.timeout(min(SNAPSHOT_S, self._every_s / 4)):
-                await self._snapshot_made.wait()
-        except TimeoutError:
-            pass  # The loop is blocked, or busy.
+        await wait_at_most(min(SNAPSHOT_S, self._every_s / 4), self._snapshot_made)
         return self._snapshot
 
     async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:

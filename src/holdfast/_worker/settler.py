@@ -16,7 +16,7 @@ from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement, verdict
-from holdfast._worker.executor import Run
+from holdfast._worker.executor import Run, wait_at_most, wait_until
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage.validation import batches
@@ -62,9 +62,11 @@ class Settler:
 
     async def until_settled(self, queues: Collection[str]) -> None:
         """Wait until nothing of these queues waits or is on its way, or the settler has ended."""
-        while self._tasks is not None and any(queue in self._waiting or queue in self._settling for queue in queues):
-            self._one_settled.clear()
-            await self._one_settled.wait()
+        busy = (self._waiting, self._settling)
+        await wait_until(
+            self._one_settled,
+            lambda: self._tasks is None or not any(queue in part for queue in queues for part in busy),
+        )
 
     def settle(self, queue: str, pending: PendingSettlement) -> None:
         """Send this settlement to the storage, with others of its queue."""
@@ -115,7 +117,7 @@ class Settler:
         if self._context.settings.burst:  # What was settled may be ready again, and hints may come late.
             for served in claimer.capacity.served:
                 claimer.capacity.wake(served)
-        claimer.changed()
+        claimer.changed.set()
 
     async def _settle(self, queue: str, waiting: list[PendingSettlement]) -> None:
         for batch in batches(waiting, _size):
@@ -183,12 +185,10 @@ class Settler:
                 raise StorageUnavailable("it could not be reached in time") from None
             except (StorageUnavailable, StorageFull) as error:
                 self._context.hooks.report_error(error, f"worker {self._name} could not settle jobs of {queue}")
-            try:
-                async with asyncio.timeout(pause):
-                    await self._ending.wait()
+            await wait_at_most(pause, self._ending)
+            pause = min(2 * pause, TRY_AGAIN_S[1])
+            if self._ending.is_set():
                 await asyncio.sleep(TRY_AGAIN_S[0])
-            except TimeoutError:
-                pause = min(2 * pause, TRY_AGAIN_S[1])
 
 
 def _size(pending: PendingSettlement) -> int:

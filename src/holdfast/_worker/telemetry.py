@@ -32,6 +32,15 @@ MAX_NAMED_BYTES = 48_000
 """Bytes of queue names in a worker's record."""
 FORMATS = ("text", "json")
 """Formats of log lines."""
+KINDS = {
+    Complete: EventKind.COMPLETED,
+    Fail: EventKind.FAILED,
+    Release: EventKind.RELEASED,
+    "retries": EventKind.RETRIED,
+    "stalls": EventKind.STALLED,
+    "timeouts": EventKind.TIMED_OUT,
+}
+"""What happened to a job, by the class of its settlement, or by what a retry counts."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +76,6 @@ class HookDispatcher:
         self._waiting: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
 
     def publish(self, event: RunEvent) -> None:
-        """Have the event hooks called with this event."""
         if self.on_event:
             self._waiting.put_nowait(event)
 
@@ -76,7 +84,6 @@ class HookDispatcher:
         self._waiting.put_nowait((error, where))
 
     async def run(self) -> None:
-        """Call hooks until `end`."""
         while (item := await self._waiting.get()) is not None:
             if isinstance(item, tuple):
                 await self._report_error(*item)
@@ -114,20 +121,9 @@ def log_error(error: BaseException, where: str) -> None:
 
 
 def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
-    """The event of a run that was settled in this way."""
-    kind = EventKind.RELEASED
-    error: bytes | None = None
-    match settlement:
-        case Complete():
-            kind = EventKind.COMPLETED
-        case Fail(error=error):
-            kind = EventKind.FAILED
-        case RetrySettlement(error=error, counts=counts):
-            kind = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}[counts]
-        case Release():
-            pass
+    error = settlement.error if isinstance(settlement, Fail | RetrySettlement) else None
     return RunEvent(
-        kind=kind,
+        kind=KINDS[settlement.counts if isinstance(settlement, RetrySettlement) else type(settlement)],
         queue=queue,
         id=job.id,
         attempt=job.attempts,
@@ -166,9 +162,10 @@ def default_worker_name() -> str:
 
 
 def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
-    """The record of a worker in this process."""
+    """The record of a worker in this process, with as many names of queues as it has space for."""
+    sizes = itertools.accumulate(len(name) + 4 for name in capacity.served)
     return {
-        "queues": _names_that_fit(list(capacity.served)),
+        "queues": [name for name, size in zip(capacity.served, sizes, strict=True) if size <= MAX_NAMED_BYTES],
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "version": VERSION,
@@ -179,12 +176,6 @@ def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
     }
 
 
-def _names_that_fit(names: Sequence[str]) -> list[str]:
-    """The first names, as many as a worker's record has space for."""
-    sizes = itertools.accumulate(len(name) + 4 for name in names)
-    return [name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMED_BYTES]
-
-
 # Log lines of `holdfast worker` and of child processes: ids and durations, no payloads
 
 
@@ -193,13 +184,6 @@ class Logs(msgspec.Struct, frozen=True):
 
     format: str
     level: str
-
-
-class TextLines(logging.Formatter):
-    """Log lines of text: time, level, message."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
 
 class JsonLines(logging.Formatter):
@@ -224,5 +208,6 @@ class JsonLines(logging.Formatter):
 def set_up_logging(logs: Logs) -> None:
     """Have everything that is logged in this process written to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    handler.setFormatter(JsonLines() if logs.format == "json" else text)
     logging.basicConfig(level=logs.level.upper(), handlers=[handler])

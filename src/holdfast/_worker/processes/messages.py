@@ -136,11 +136,9 @@ ToChild = Begin | Start | Stop | Ping | Happened | HookError | Leave
 FromChild = Hello | Broken | Finished | Refused | Progress | Pong
 
 M = TypeVar("M")
+V = TypeVar("V", Job, RunEvent)
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-V = TypeVar("V", Job, RunEvent)
 
 
 def without_odd_id(value: V) -> tuple[V, bytes | None]:
@@ -173,11 +171,8 @@ class ChannelOwner(Protocol[M]):
     def received(self, messages: list[M], /) -> None:
         """Messages have come, in order."""
 
-    def channel_broken(self, why: str, /) -> None:
-        """The other end has sent bytes that are not a frame."""
-
-    def channel_lost(self, why: str, /) -> None:
-        """The connection has ended."""
+    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+        """The connection has ended, or the other end has `misbehaved`: it has sent bytes that are not a frame."""
 
     def unsendable(self, message: Any, error: Exception, /) -> None:
         """A message cannot be encoded, or is too long."""
@@ -251,18 +246,16 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
             at = end
             self._owner.received(messages)
         del self._buffer[:at]
-        if not self._buffer:
-            self.part_since = None
-        else:
-            self.part_since = asyncio.get_running_loop().time()
+        self.part_since = asyncio.get_running_loop().time() if self._buffer else None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.channel_lost("it closed its connection" if exc is None else f"its connection broke ({exc})")
+        why = "it closed its connection" if exc is None else f"its connection broke ({exc})"
+        self._owner.channel_ended(why, misbehaved=False)
 
     def _fail(self, why: str) -> None:
         self._buffer.clear()
         self.part_since = None
-        self._owner.channel_broken(why)
+        self._owner.channel_ended(why, misbehaved=True)
         self.close()
 
 

@@ -25,7 +25,6 @@ F_SEAL_FUTURE_WRITE = 0x10
 GROUP_POLLS, GROUP_POLL_S = 100, 0.01
 """How often to check whether the last process of a killed group is gone, and the pause between two checks."""
 
-
 _in_child = False
 
 
@@ -223,8 +222,7 @@ class LoopProbe:
 
     def __init__(self, page: mmap.mmap | None) -> None:
         self._page = page
-        self._bytes = None if page is None else memoryview(page)
-        self._now = None if self._bytes is None else self._bytes.cast("Q")
+        self._now = None if page is None else memoryview(page).cast("Q")
 
     def begin(self, number: int) -> None:
         """The loop begins to execute run `number`. Runs have rising numbers, and begin in that order."""
@@ -248,11 +246,10 @@ class LoopProbe:
         return self._now is None or number <= self._now[2]
 
     def close(self) -> None:
-        if self._now is not None and self._bytes is not None and self._page is not None:
+        if self._now is not None and self._page is not None:
             self._now.release()
-            self._bytes.release()
             self._page.close()
-            self._now = self._bytes = self._page = None
+            self._now = self._page = None
 
 
 def create_probe() -> tuple[int, LoopProbe]:
