@@ -128,7 +128,7 @@ class Capacity:
             self._forget_queue_if_over(load)
 
     def _find_load(self, queue: str) -> QueueLoad:
-        return self.served[queue] if queue in self.served else self._leaving[queue]
+        return self.served.get(queue) or self._leaving[queue]
 
     def _all_loads(self) -> list[QueueLoad]:
         return [*self.served.values(), *self._leaving.values()]
@@ -324,9 +324,8 @@ class ClaimPlanner(Capacity):
 
     def idle_queues(self, now: float) -> list[str]:
         """Queues of which a job would fit, and that are not known to have work."""
-        free = self._free_units()
-        loads = [load for load in self.served.values() if load.claim_at > now]
-        return [load.queue for load in loads if self._fitting(load, free) > 0]
+        full = set(self.full_queues())
+        return [load.queue for load in self.served.values() if load.claim_at > now and load.queue not in full]
 
     def blocked_queues(self, now: float) -> list[str]:
         """Queues that should have work, and whose next job does not fit."""

@@ -62,8 +62,6 @@ StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 
 class Returned(Value, frozen=True, tag="returned"):
-    """The handler returned."""
-
     result: bytes | None
     codec: str = "json"
     result_ttl_ms: int | None = None

@@ -111,8 +111,8 @@ def _failed(module: str, error: BaseException) -> str:
 
 
 def _the_only_app(module: ModuleType, target: str, kind: type[A]) -> A:
-    apps = {name: value for name, value in vars(module).items() if isinstance(value, kind)}
-    if len({id(app) for app in apps.values()}) != 1:
+    apps = {id(value): value for value in vars(module).values() if isinstance(value, kind)}
+    if len(apps) != 1:
         raise OptionError(f"{target}: which app? Write {module.__name__}:name{_apps_in(module, kind)}")
     return next(iter(apps.values()))
 

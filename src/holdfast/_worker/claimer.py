@@ -57,10 +57,6 @@ class Claimer:
             self.capacity.wake(config.queue)
         self._subscribe()
 
-    def rest(self, queue: str, seconds: float) -> None:
-        """Claim nothing from a queue for this long: its jobs were given back, and would be again."""
-        self.capacity.rest(queue, asyncio.get_running_loop().time() + seconds)
-
     # From start to end
 
     def stop(self) -> None:
@@ -165,7 +161,7 @@ class Claimer:
     def _start_run(self, config: QueueConfig, job: Job, sent_at: float) -> None:
         context, queue = self._context, config.queue
         if config.policy.exclusive and self._still_runs(queue, job):
-            self.rest(queue, POLL_INTERVAL_S)
+            self.capacity.rest(queue, asyncio.get_running_loop().time() + POLL_INTERVAL_S)
             self._release(queue, job)
             return
         refusal = admit(job, config.policy)
@@ -207,7 +203,6 @@ class Claimer:
         self.changed.set()
 
     def _subscribe(self) -> None:
-        """Receive the hints of every queue that is served."""
         if self._tasks is not None and not self._stopped:
             new = [Topic(queue, "wake") for queue in self.capacity.served if queue not in self._subscribed]
             self._subscribed |= {topic.queue for topic in new}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast._core.capacity import NEVER, Capacity
+from holdfast._core.capacity import NEVER, ClaimPlanner
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
 from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
@@ -84,7 +84,6 @@ class Run:
         """The lease is ours, and how to settle it has not been decided yet."""
         self.done = False
         self.stopping: StopReason | None = None
-        """Why it was asked to end."""
         self.overdue = False
         """It was asked to end, and did not in time."""
         self.given_up = False
@@ -105,7 +104,7 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self._context: WorkerContext
-        self._capacity: Capacity
+        self._capacity: ClaimPlanner
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
         """One timer for all runs: it fires when the first of them may have to be stopped."""

@@ -173,29 +173,28 @@ class Handler:
     def call_with(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return ((given,), {}) if self.fails_for is not None else self.arguments.call(given)
 
+    def read_failed(self, codec: str, payload: bytes) -> Any:
+        """The arguments of the failed job. It may have failed because they cannot be read: then these are the bytes."""
+        assert self.fails_for is not None
+        try:
+            return self.fails_for.decode(self.codecs.get(codec), payload)
+        except (HoldfastError, UnknownParameter):
+            return payload
+
     def _read_failure(self, job: Job, payload: bytes) -> Failure:
         assert self.fails_for is not None
         follow_up = self.codecs.decode("the failure", payload, "json", FollowUp)
         id, _, generation = job.id.rpartition("@")
-        given: Any = bytes(follow_up.payload)
-        try:
-            if follow_up.form != "json":
-                given = msgspec.json.decode(follow_up.payload, type=bytes)
-            if follow_up.form == "left":
-                given = LEFT_IN_RECORD
-            else:
-                given = self.fails_for.decode(self.codecs.get(follow_up.codec), given)
-        except (HoldfastError, UnknownParameter):
-            pass  # It may have failed because of this. The handler gets the bytes.
+        given: Any = LEFT_IN_RECORD
+        if follow_up.form == "json":
+            given = self.read_failed(follow_up.codec, bytes(follow_up.payload))
+        elif follow_up.form == "base64":
+            given = self.read_failed(follow_up.codec, msgspec.json.decode(follow_up.payload, type=bytes))
         failed = FailedJob(
             queue=self.fails_for.name,
             id=id,
             generation=int(generation),
-            run_at=follow_up.run_at,
-            attempts=follow_up.attempts,
-            retries=follow_up.retries,
-            stalls=follow_up.stalls,
-            timeouts=follow_up.timeouts,
+            **{name: getattr(follow_up, name) for name in failure.HISTORY},
         )
         return Failure(payload=given, job=failed, error=follow_up.error)
 
@@ -253,15 +252,10 @@ async def perform(
 
 async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> Failure:
     """The payload was too large to travel along. It is in the failed record, unless that has run again or is gone."""
-    assert handler.fails_for is not None
     job = None if hooks.find is None else await hooks.find(failed.job.queue, failed.job.id)
     payload: Any = None
     if job is not None and job.generation == failed.job.generation:
-        payload = job.work.payload
-        try:
-            payload = handler.fails_for.decode(handler.codecs.get(job.work.codec), payload or b"")
-        except (HoldfastError, UnknownParameter):
-            pass  # The handler gets the bytes.
+        payload = handler.read_failed(job.work.codec, job.work.payload or b"")
     return replace(failed, payload=payload)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,7 @@ class Heartbeat:
         """Written by the worker's loop, read by this thread."""
         self._snapshot_made = asyncio.Event()
         self._nudged = asyncio.Event()
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[None]
         self._error: BaseException | None = None
         """Why this thread has ended by itself."""
         self._broken = asyncio.Event()
@@ -90,22 +90,7 @@ class Heartbeat:
 
     def nudge(self) -> None:
         """There is progress to send, or a lease to extend: beat soon. From any thread."""
-        self._call(self._nudged.set)
-
-    def _call(self, function: Callable[[], object]) -> None:
-        """Call a function on the heartbeat's thread."""
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(function)
-            except RuntimeError:
-                pass  # It has just ended.
-
-    def _post(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function on the worker's loop."""
-        try:
-            self._home.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            pass  # The worker's loop has closed.
+        _call_on(self._loop, self._nudged.set)
 
     # On the worker's loop
 
@@ -120,7 +105,7 @@ class Heartbeat:
         """End at once, even in the middle of a beat; the worker is announced as leaving if that takes no time."""
         if self._enabled:
             self._stopping = True
-            self._call(self._cancel_work)
+            _call_on(self._loop, lambda: self._work.cancel())
             await asyncio.to_thread(self._thread.join)
 
     async def watch(self) -> None:
@@ -131,7 +116,7 @@ class Heartbeat:
     def _make_snapshot(self) -> None:
         capacity = self._context.claimer.capacity
         self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
-        self._call(self._snapshot_made.set)
+        _call_on(self._loop, self._snapshot_made.set)
 
     def _lost(self, run: Run) -> None:
         """A lease is not ours any more: the run is stopped, and its result discarded."""
@@ -155,11 +140,10 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner() as runner:
-                runner.run(self._main())
+            asyncio.run(self._main())
         except BaseException as error:
             self._error = error
-            self._post(self._broken.set)
+            _call_on(self._home, self._broken.set)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -169,10 +153,6 @@ class Heartbeat:
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self._work.result()  # It has failed: it never ends by itself.
-
-    def _cancel_work(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
 
     async def _beat_for_ever(self) -> None:
         """When a beat fails, begin again at once with a new connection: leases must be extended before half a lease has
@@ -194,7 +174,7 @@ class Heartbeat:
         if not self._failing:
             self._failing = True
             where = f"worker {self._worker} could not say that it is alive"
-            self._post(self._context.hooks.report_error, error, where)
+            _call_on(self._home, self._context.hooks.report_error, error, where)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
@@ -207,7 +187,7 @@ class Heartbeat:
                 news = self._failing or not self.is_heard
                 self._failing, self._beaten_at = False, time.monotonic()
                 if news:  # The claimer may claim again.
-                    self._post(self._context.claimer.changed.set)
+                    _call_on(self._home, self._context.claimer.changed.set)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
                 await wait_at_most(began + self._every_s - loop.time(), self._nudged)
                 self._nudged.clear()
@@ -216,11 +196,9 @@ class Heartbeat:
             raise
 
     async def _say_goodbye(self, storage: Storage) -> None:
-        try:
+        with suppress(StorageUnavailable, TimeoutError):  # Then it is forgotten a little later.
             async with asyncio.timeout(GOODBYE_S):
                 await storage.announce(self._worker, self._snapshot[0], ttl_ms=LEAVING_MS)
-        except (StorageUnavailable, TimeoutError):
-            pass  # It is forgotten a little later.
 
     async def _beat(self, storage: Storage) -> None:
         """Everything side by side: one slow queue must not cost the leases of another."""
@@ -242,7 +220,7 @@ class Heartbeat:
     async def _fresh_snapshot(self) -> WorkerSnapshot:
         """A new snapshot from the worker's loop; the one before, if the loop is blocked."""
         self._snapshot_made.clear()
-        self._post(self._make_snapshot)
+        _call_on(self._home, self._make_snapshot)
         await wait_at_most(min(SNAPSHOT_S, self._every_s / 4), self._snapshot_made)
         return self._snapshot
 
@@ -254,7 +232,7 @@ class Heartbeat:
                 reply = await extend([_lease(run, progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
                 where = f"worker {self._worker} could not send the progress of jobs in {queue}"
-                self._post(self._context.hooks.report_error, error, where)
+                _call_on(self._home, self._context.hooks.report_error, error, where)
                 reply = await extend([_lease(run, None) for run, _ in beaten])
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
@@ -262,16 +240,16 @@ class Heartbeat:
                     run.lease.progress = None  # Sent; a newer one may have come meanwhile.
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
-                self._post(self._lost, by_lease[lease.id, lease.fence])
+                _call_on(self._home, self._lost, by_lease[lease.id, lease.fence])
             for lease in reply.cancel_asked:
-                self._post(self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
+                _call_on(self._home, self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
 
     async def _announce(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
         facts, _ = await snapshot
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
         commands = await storage.announce(self._worker, facts, ttl_ms=ttl_ms)
         if commands.evict:
-            self._post(self._evicted)
+            _call_on(self._home, self._evicted)
 
     async def _sweep(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
         _, full_queues = await snapshot
@@ -299,7 +277,14 @@ class Heartbeat:
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
             if run.config.policy.dies_with_storage and next_chance_at >= ends_at:
                 kill_at = max(now, ends_at - self._lease_ms / 20_000)
-                self._post(partial(self._context.executor.stop, run, "lease_lost", kill_at=kill_at))
+                _call_on(self._home, partial(self._context.executor.stop, run, "lease_lost", kill_at=kill_at))
+
+
+def _call_on(loop: asyncio.AbstractEventLoop | None, function: Callable[..., object], *args: object) -> None:
+    """Call a function on the loop of another thread, unless that has not begun or has ended."""
+    if loop is not None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(function, *args)
 
 
 def _lease(run: Run, progress: bytes | None) -> LeaseRef:

@@ -42,8 +42,6 @@ class PendingSettlement(msgspec.Struct, frozen=True):
 
 
 class Settler:
-    """Settles jobs for one worker."""
-
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._name = context.settings.name
@@ -89,7 +87,6 @@ class Settler:
         self._ending.set()
 
     async def run(self) -> None:
-        """Settle until `end`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -192,7 +189,6 @@ class Settler:
 
 
 def _size(pending: PendingSettlement) -> int:
-    """Bytes that a settlement carries."""
     match pending.settlement:
         case Complete(result=result):
             return len(result or b"")

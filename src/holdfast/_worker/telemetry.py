@@ -31,7 +31,6 @@ jobs_log = logging.getLogger("holdfast.jobs")
 MAX_NAMED_BYTES = 48_000
 """Bytes of queue names in a worker's record."""
 FORMATS = ("text", "json")
-"""Formats of log lines."""
 KINDS = {
     Complete: EventKind.COMPLETED,
     Fail: EventKind.FAILED,

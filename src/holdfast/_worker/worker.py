@@ -29,8 +29,6 @@ log = logging.getLogger("holdfast.worker")
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one worker."""
-
     name: str
     queues: str | Sequence[str] | None = None
     """Names or patterns of the queues to serve; None is all."""
@@ -84,10 +82,7 @@ class Worker:
         settings: WorkerSettings,
         hooks: HookDispatcher,
     ) -> None:
-        self._executor = executor
         self._open_storage = open_storage
-        self._settings = settings
-        self._hooks = hooks
         self._context = WorkerContext(settings, executor, hooks)
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
@@ -97,7 +92,7 @@ class Worker:
 
     @property
     def name(self) -> str:
-        return self._settings.name
+        return self._context.settings.name
 
     @property
     def started(self) -> bool:
@@ -121,10 +116,10 @@ class Worker:
             raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
         self._entered = True
         try:
-            await self._executor.open(self._context)
-            self._stack.push_async_callback(self._executor.close)
+            await self._context.executor.open(self._context)
+            self._stack.push_async_callback(self._context.executor.close)
             self._context.storage = await self._stack.enter_async_context(self._open_storage())
-            self._hooks.on_event += self._executor.event_hooks
+            self._context.hooks.on_event += self._context.executor.event_hooks
             self.reload_tasks()
         except BaseException:
             await self._stack.aclose()
@@ -153,7 +148,7 @@ class Worker:
     def stop(self, *, quick: bool = False) -> None:
         """Stop serving. `quick` gives runs hardly any more time."""
         if quick:
-            self._executor.hurry()
+            self._context.executor.hurry()
         self._context.stop()
 
     async def _serve(self) -> None:
@@ -165,15 +160,15 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 settling = tasks.create_task(context.settler.run())
-                dispatching = tasks.create_task(self._hooks.run())
-                watching = [tasks.create_task(part.watch()) for part in (self._executor, context.heartbeat)]
+                dispatching = tasks.create_task(self._context.hooks.run())
+                watching = [tasks.create_task(part.watch()) for part in (self._context.executor, context.heartbeat)]
                 await context.claimer.run()
                 context.stopping.set()
-                self._executor.wind_down()
-                await self._executor.end_runs(self._executor.runs, self._settings.grace_s)
+                self._context.executor.wind_down()
+                await self._context.executor.end_runs(self._context.executor.runs, self._context.settings.grace_s)
                 context.settler.end()
                 await settling
-                await self._hooks.end(dispatching, GIVE_UP_S)
+                await self._context.hooks.end(dispatching, GIVE_UP_S)
                 for task in watching:
                     task.cancel()
         except Exception:
@@ -189,10 +184,10 @@ class Worker:
         """Serve what the executor runs now, with its present settings: at the start, and after code was loaded again.
         Queues that it cannot run any more are left, even if none remains."""
         capacity, before = self._context.claimer.capacity, self._context.configs
-        self._context.configs = configs = {config.queue: config for config in self._executor.configs}
+        self._context.configs = configs = {config.queue: config for config in self._context.executor.configs}
         for queue in set(self.queues) - set(configs):
             capacity.leave(queue)
-        chosen = choose(configs, self._settings.queues)
+        chosen = choose(configs, self._context.settings.queues)
         for queue in set(before) & set(self.queues) - set(chosen):
             capacity.leave(queue)
         new = [queue for queue in chosen if queue not in before or queue in capacity.served]
@@ -210,8 +205,8 @@ class Worker:
         names = set(choose(self._context.configs, queues))
         for queue in names:
             self._context.claimer.capacity.leave(queue)
-        runs = [run for run in self._executor.runs if run.queue in names]
-        await self._executor.end_runs(runs, self._settings.grace_s if grace is None else grace)
+        runs = [run for run in self._context.executor.runs if run.queue in names]
+        await self._context.executor.end_runs(runs, self._context.settings.grace_s if grace is None else grace)
         await self._context.settler.until_settled(names)
 
 

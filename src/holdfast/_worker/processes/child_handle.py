@@ -45,8 +45,6 @@ class ChildStartError(HoldfastError):
 
 
 class ChildState(Enum):
-    """Where a child is in its life."""
-
     STARTING = auto()
     OPEN = auto()
     """It takes runs."""

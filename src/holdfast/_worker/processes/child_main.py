@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Generator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from types import coroutine
 from typing import Any, NoReturn
@@ -162,10 +162,8 @@ class ChildRuntime:
     def channel_ended(self, why: str, *, misbehaved: bool) -> None:
         """The parent is gone, or a handler has closed our connection or written to it. This process ends, with the
         processes that handlers have started."""
-        try:
+        with suppress(ProcessLookupError):  # A handler has moved us to another group, which is none of our business.
             os.killpg(os.getpid(), signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # A handler has moved us to another group, which is none of our business.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

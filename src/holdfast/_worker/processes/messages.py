@@ -52,8 +52,6 @@ class Start(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Ask a run to end."""
-
     number: int
     why: StopReason
 
@@ -63,15 +61,11 @@ class Ping(Message, frozen=True):
 
 
 class Happened(Message, frozen=True):
-    """An event for the app's hooks."""
-
     event: RunEvent
     id: bytes | None
 
 
 class HookError(Message, frozen=True):
-    """An error for the app's error hooks."""
-
     error: str
     """The name of its class."""
     message: str
@@ -98,16 +92,12 @@ class Hello(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """The app could not be loaded."""
-
     message: str
     mistake: bool
     """It is the user's, not ours."""
 
 
 class Finished(Message, frozen=True):
-    """A run is over."""
-
     number: int
     ended: Ended
 
@@ -119,15 +109,11 @@ class Refused(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """A run has new progress."""
-
     number: int
     progress: bytes
 
 
 class Pong(Message, frozen=True):
-    """Answer to a Ping."""
-
     memory: int
     """Bytes that the child has in memory."""
 

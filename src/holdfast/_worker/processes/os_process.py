@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from holdfast.errors import OptionError
 
@@ -62,8 +62,6 @@ def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
 
 
 class Process:
-    """A child process, and our end of the way to it."""
-
     def __init__(self, module: str, name: str) -> None:
         """Start `python -m module`. `name` is shown by ps. The child gets two file descriptors, its end of the
         socket pair and the memory of its probe, and its parent's process id."""
@@ -99,8 +97,6 @@ class Process:
             self._ours = ours.pop_all()
 
     def watch(self, exited: Callable[[], None]) -> None:
-        """Have `exited` called when the process has ended."""
-
         def end() -> None:
             self._exited.set()
             exited()
@@ -118,30 +114,25 @@ class Process:
 
         def wait() -> None:
             self._process.wait()
-            try:
+            with suppress(RuntimeError):  # The loop has closed.
                 loop.call_soon_threadsafe(end)
-            except RuntimeError:
-                pass  # The loop has closed.
 
         threading.Thread(target=wait, name=f"holdfast-child-{self.pid}", daemon=True).start()
 
     def kill(self) -> None:
         """Kill the process and all of its group, whatever they are doing."""
         if self._process.returncode is None:  # Until it is reaped, no other process can have its number.
-            try:
+            with suppress(ProcessLookupError, PermissionError):
+                # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
                 os.killpg(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
             self._process.kill()
 
     async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
         """Kill it, unless it ends by itself in time, and return when it is certainly gone: how it ended, if that was by
         itself."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._exited.wait()
-        except TimeoutError:
-            pass  # It gets no more time.
         by_itself = self._exited.is_set()
         self.kill()
         await self._exited.wait()
@@ -150,7 +141,6 @@ class Process:
         return exit_reason(self._process.returncode) if by_itself else None
 
     def close(self) -> None:
-        """Let go of what is left of it here."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -198,7 +188,6 @@ def _pidfd(pid: int) -> int | None:
 
 
 def exit_reason(returncode: int | None) -> str:
-    """How a process ended, in words."""
     if returncode is None or returncode >= 0:
         return f"it exited with status {returncode}"
     try:
@@ -298,7 +287,6 @@ def is_child_of(parent: int) -> None:
 
 
 def memory() -> int:
-    """Bytes that this process has in memory."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -218,9 +218,11 @@ class Pool(Executor):
     def _fill(self) -> None:
         """Start the children that are missing. One that is to be replaced counts as gone: its successor comes
         first."""
-        usual = [child for child in self._children.values() if not child.spare]
-        present = [child for child in usual if child.state in (ChildState.STARTING, ChildState.OPEN)]
-        self._start(self.settings.processes - sum(not child.to_be_replaced for child in present))
+        self._start(self.settings.processes - sum(not child.to_be_replaced for child in self._present(spare=False)))
+
+    def _present(self, *, spare: bool) -> list[ChildHandle]:
+        states = (ChildState.STARTING, ChildState.OPEN)
+        return [child for child in self._children.values() if child.spare is spare and child.state in states]
 
     def _start(self, count: int, *, spare: bool = False) -> None:
         """Start children, unless the worker ends, or it was tried in vain a moment ago."""
@@ -303,7 +305,7 @@ class Pool(Executor):
     def _start_spares(self) -> None:
         """Start spare children for isolated runs, so that others do not wait for those. There are never more spare
         children than others."""
-        spares = [c for c in self._children.values() if c.spare and c.state in (ChildState.STARTING, ChildState.OPEN)]
+        spares = self._present(spare=True)
         coming = sum(child.state is ChildState.STARTING for child in spares)
         suspects = sum(run.isolated for run in self._unplaced)
         self._start(min(suspects - coming, self.settings.processes - len(spares)), spare=True)
@@ -317,7 +319,7 @@ class Pool(Executor):
 
     def refused(self, run: Run) -> None:
         """A child does not know the queue of a run."""
-        self._context.claimer.rest(run.queue, REFUSED_S)
+        self._capacity.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         if run.host is None:
