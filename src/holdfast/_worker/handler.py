@@ -245,8 +245,18 @@ async def perform(
     except BaseException as error:  # SystemExit, too: a handler does not end its worker.
         ended = _raised(error, current)
     if hooks.after and isinstance(ended, Returned | Raised | TimedOut):
-        seconds = asyncio.get_running_loop().time() - started
-        ended = await _after(job, ended, handler, hooks, arguments, value, seconds)
+        stored = None if isinstance(ended, Returned) else ended.error
+        execution = Execution(
+            queue=handler.queue,
+            id=job.id,
+            attempt=job.attempts,
+            payload=arguments,
+            result=None if stored else value,
+            error=stored,
+            seconds=asyncio.get_running_loop().time() - started,
+            worker=job.worker or "",
+        )
+        ended = await _after(job, ended, handler, hooks, execution)
     return ended
 
 
@@ -284,7 +294,7 @@ async def _call(
 
     proceed: Proceed = innermost
     for layer in reversed(middleware):
-        proceed = _layered(layer, current, proceed)
+        proceed = partial(_layered, layer, current, proceed)
     return await proceed()
 
 
@@ -295,11 +305,8 @@ def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         raise RuntimeError("the handler raised StopIteration") from error
 
 
-def _layered(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Proceed:
-    async def layered() -> Any:
-        return await awaited(layer(current, proceed))
-
-    return layered
+async def _layered(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
+    return await awaited(layer(current, proceed))
 
 
 def _returned(handler: Handler, value: Any) -> Ended:
@@ -342,30 +349,13 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
 
 
 async def _after(
-    job: Job,
-    ended: Returned | Raised | TimedOut,
-    handler: Handler,
-    hooks: AppHooks,
-    arguments: Any,
-    value: Any,
-    seconds: float,
+    job: Job, ended: Returned | Raised | TimedOut, handler: Handler, hooks: AppHooks, execution: Execution
 ) -> Ended:
     """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
     nothing."""
     settlement = verdict(job, ended, handler.config.policy, random.Random(0))
     if not isinstance(settlement, Complete | Fail):
         return ended
-    error = None if isinstance(ended, Returned) else ended.error
-    execution = Execution(
-        queue=handler.queue,
-        id=job.id,
-        attempt=job.attempts,
-        payload=arguments,
-        result=None if error else value,
-        error=error,
-        seconds=seconds,
-        worker=job.worker or "",
-    )
     try:
         for hook in hooks.after:
             await awaited(hook(execution))

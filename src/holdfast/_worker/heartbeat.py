@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
-from holdfast._core.retry_policy import fence_of, timeout_ms
+from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
@@ -229,11 +229,11 @@ class Heartbeat:
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
             sent_at = asyncio.get_running_loop().time()
             try:
-                reply = await extend([_lease(run, progress) for run, progress in beaten])
+                reply = await extend([LeaseRef(*run.key[1:], progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
                 where = f"worker {self._worker} could not send the progress of jobs in {queue}"
                 _call_on(self._home, self._context.hooks.report_error, error, where)
-                reply = await extend([_lease(run, None) for run, _ in beaten])
+                reply = await extend([LeaseRef(*run.key[1:]) for run, _ in beaten])
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
                 if run.lease.progress is progress:
@@ -285,7 +285,3 @@ def _call_on(loop: asyncio.AbstractEventLoop | None, function: Callable[..., obj
     if loop is not None:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *args)
-
-
-def _lease(run: Run, progress: bytes | None) -> LeaseRef:
-    return LeaseRef(run.job.id, fence_of(run.job), progress)

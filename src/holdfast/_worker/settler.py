@@ -16,7 +16,7 @@ from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement, verdict
-from holdfast._worker.executor import Run, wait_at_most, wait_until
+from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage.validation import batches
@@ -60,11 +60,9 @@ class Settler:
 
     async def until_settled(self, queues: Collection[str]) -> None:
         """Wait until nothing of these queues waits or is on its way, or the settler has ended."""
-        busy = (self._waiting, self._settling)
-        await wait_until(
-            self._one_settled,
-            lambda: self._tasks is None or not any(queue in part for queue in queues for part in busy),
-        )
+        while self._tasks is not None and any(queue in self._waiting or queue in self._settling for queue in queues):
+            self._one_settled.clear()
+            await self._one_settled.wait()
 
     def settle(self, queue: str, pending: PendingSettlement) -> None:
         """Send this settlement to the storage, with others of its queue."""

@@ -89,10 +89,8 @@ class HookDispatcher:
                 continue
             for hook in self.on_event:
                 try:
-                    if self._on_threads and not inspect.iscoroutinefunction(hook):
-                        await awaited(await asyncio.to_thread(hook, item))
-                    else:
-                        await awaited(hook(item))
+                    on_thread = self._on_threads and not inspect.iscoroutinefunction(hook)
+                    await awaited(await asyncio.to_thread(hook, item) if on_thread else hook(item))
                 except (Exception, SystemExit) as error:
                     await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
 

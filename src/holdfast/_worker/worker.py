@@ -92,6 +92,7 @@ class Worker:
 
     @property
     def name(self) -> str:
+        """The worker's name."""
         return self._context.settings.name
 
     @property
@@ -162,7 +163,7 @@ class Worker:
                 settling = tasks.create_task(context.settler.run())
                 dispatching = tasks.create_task(self._context.hooks.run())
                 watching = [tasks.create_task(part.watch()) for part in (self._context.executor, context.heartbeat)]
-                await context.claimer.run()
+                await tasks.create_task(context.claimer.run())
                 context.stopping.set()
                 self._context.executor.wind_down()
                 await self._context.executor.end_runs(self._context.executor.runs, self._context.settings.grace_s)

@@ -171,9 +171,8 @@ class ChildHandle:
         probe = self.process.probe
         blamed = self.runs.get(self._executing[0]) if self._executing == probe.read() else None
         for number, run in list(self.runs.items()):
-            self._finished(
-                number, _ended_with_process(run, error, blamed, begun=probe.has_begun(number), killed=self.killed)
-            )
+            begun = probe.has_begun(number)
+            self._finished(number, _ended_with_process(run, error, blamed, begun=begun, killed=self.killed))
 
     # Going
 
