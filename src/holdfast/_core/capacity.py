@@ -45,7 +45,6 @@ class Host(msgspec.Struct):
     stuck: dict[str, int] = {}
     """Runs of each queue that were given up, and may never end."""
     open: bool = True
-    """It takes more runs."""
     unresponsive: bool = False
     """It does not answer at the moment, and gets no new runs."""
 
@@ -98,7 +97,6 @@ class Capacity:
         size."""
         self.host_capacity = host_capacity
         self.runs = 0
-        """Runs that are going on."""
         self.served: dict[str, QueueLoad] = {}
         self.hosts: dict[int, Host] = {}
         self._leaving: dict[str, QueueLoad] = {}

@@ -96,9 +96,6 @@ def retry_time(error: BaseException) -> tuple[int | None, int | None]:
     return None, None
 
 
-# Stored errors
-
-
 def encode_error(error: JobError) -> bytes:
     return msgspec.json.encode(error)
 

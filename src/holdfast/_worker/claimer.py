@@ -107,7 +107,6 @@ class Claimer:
         task.add_done_callback(self._going.discard)
 
     def _is_busy(self) -> bool:
-        """Is a job held, run or being settled?"""
         context = self._context
         return bool(context.held or context.settler.busy or context.executor.runs)
 

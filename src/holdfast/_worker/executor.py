@@ -90,7 +90,6 @@ class Run:
         """It does not end, and cannot be killed."""
         self.times_out_at = NEVER
         self.timers: list[asyncio.TimerHandle] = []
-        """Timers of a run that was asked to end."""
 
 
 class Executor(ABC):

@@ -60,9 +60,6 @@ ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
 """Gets an error that is not a job's own failure, and where it happened."""
 
 
-# Hooks
-
-
 class HookDispatcher:
     """Calls hooks with events and errors, in order and in a task apart from the work, so that a slow hook delays no
     job."""
@@ -114,9 +111,6 @@ def log_error(error: BaseException, where: str) -> None:
     log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
 
 
-# Events of a worker
-
-
 def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
     error = settlement.error if isinstance(settlement, Fail | RetrySettlement) else None
     return RunEvent(
@@ -130,7 +124,6 @@ def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> Ru
 
 
 def log_event(event: RunEvent, worker: str) -> None:
-    """Log one line, without the payload."""
     error = "" if event.error is None else f": {escape_control(str(event.error))[:300]}"
     jobs_log.log(
         logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
@@ -148,9 +141,6 @@ def log_event(event: RunEvent, worker: str) -> None:
             }
         },
     )
-
-
-# The record of a worker
 
 
 def default_worker_name() -> str:

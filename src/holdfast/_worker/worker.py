@@ -58,7 +58,6 @@ class WorkerContext:
         self.held: dict[tuple[str, str, int], Run] = {}
         """Runs whose jobs are claimed and not yet settled, and whose leases are ours."""
         self.stopping = asyncio.Event()
-        """Set when the worker is to stop."""
         self.claimer = Claimer(self)
         self.settler = Settler(self)
         self.heartbeat = Heartbeat(self)

@@ -103,7 +103,6 @@ class ChildHandle:
     # From start to end
 
     async def live(self) -> None:
-        """All of its life: from its start to its certain death."""
         try:
             self.process.watch(self.end)
             await self._channel.connect(self.process.end)

@@ -65,8 +65,6 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pool(Executor):
-    """Child processes: started, given runs, checked and replaced."""
-
     name = "processes"
     host_capacity = CAPACITY
 
@@ -86,7 +84,6 @@ class Pool(Executor):
         self._restart_at = 0.0
         self._reloading: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Set when the state of a child has changed."""
         self._winding_down = False
         self._closing = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
