@@ -137,8 +137,6 @@ class ChildRuntime:
                     self._hooks.report_error(_rebuilt(error, text), where)
                 case messages.Leave():
                     self._leaving.set()
-                case Begin():
-                    pass  # That was the first one, and is done.
 
     def finished(self, number: int, ended: Ended) -> None:
         self._channel.send(Finished(number, ended))

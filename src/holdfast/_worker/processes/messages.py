@@ -118,7 +118,7 @@ class Pong(Message, frozen=True):
     """Bytes that the child has in memory."""
 
 
-ToChild = Begin | Start | Stop | Ping | Happened | HookError | Leave
+ToChild = Start | Stop | Ping | Happened | HookError | Leave
 FromChild = Hello | Broken | Finished | Refused | Progress | Pong
 
 M = TypeVar("M")
@@ -201,13 +201,12 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             if len(out) == 1:
                 self._owner.unsendable(out[0], error)
-                return
-            for message in out:
+            for message in out if len(out) > 1 else ():
                 self._out.append(message)
                 self.flush()
-            return
-        for frame in frames:
-            self._transport.write(frame)
+        else:
+            for frame in frames:
+                self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport is not None:
