@@ -38,7 +38,7 @@ from holdfast import (
 from holdfast._client.lease import Lease
 from holdfast._client.queue import Queue
 from holdfast._client.request import Handle
-from holdfast._worker.inline import Inline
+from holdfast._worker.executor import Inline
 from holdfast._worker.worker import Worker
 from tests.app.conftest import until
 
@@ -405,7 +405,7 @@ class Stage:
         """As far as a process can do this to a part of itself: its tasks and runs end where they are, unsettled."""
         worker = self.workers.pop(0)
         self._history.note(f"{worker.name} crashes")
-        main, executor = worker._main, worker._executor
+        main, executor = worker._main, worker._context.executor
         assert main is not None
         assert isinstance(executor, Inline)
         going = list(executor.runner._going.values())

@@ -32,7 +32,7 @@ class Reports:
 async def test_a_message_about_an_unknown_run_is_ignored(message: FromChild) -> None:
     reports = Reports()
     begin = Begin(VERSION, "w", "no.module:app", [], None)
-    child = ChildHandle(1, cast("Pool", reports), begin, spare=False, drain_grace_s=1)
+    child = ChildHandle(1, cast("Pool", reports), begin, spare=False)
     child.received([message])
     assert reports.calls == []
     await child.live()

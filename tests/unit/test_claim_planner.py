@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast._core.capacity import MAX_CLAIM, NEVER, Capacity, QueueLoad
-from holdfast._core.claim_planner import LOWER_FIRST_EVERY, ClaimOrder, ClaimPlanner
+from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from tests.unit.planners import make_planner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
 
 def planner(*served: QueueLoad, capacity: int = 1_000, max_runs: int | None = None) -> ClaimPlanner:
-    return ClaimPlanner(Capacity(capacity, served, max_runs=max_runs))
+    return make_planner(capacity, served, max_runs=max_runs)
 
 
 def limits(orders: Iterable[ClaimOrder]) -> dict[str, int]:
@@ -29,7 +29,7 @@ def run_all(planner: ClaimPlanner, orders: Iterable[ClaimOrder]) -> None:
     for order in orders:
         planner.claimed(order.queue, order.limit, order.limit, 0.0)
         for _ in range(order.limit):
-            planner.capacity.started(order.queue)
+            planner.started(order.queue)
 
 
 # Never more than fits
@@ -66,31 +66,31 @@ def test_a_queue_that_has_much_capacity_gets_it_in_halves(size: int, claims: lis
 
 def test_what_runs_takes_units_and_gives_it_back() -> None:
     one = planner(QueueLoad("q", size=40), capacity=100)
-    one.capacity.started("q")
+    one.started("q")
     orders = one.plan(0.0)
     assert limits(orders) == {"q": 1}
     run_all(one, orders)
     assert one.plan(0.0) == []
-    assert (one.capacity.used, one.capacity.runs) == (80, 2)
-    one.capacity.finished("q")
-    one.capacity.finished("q")
-    assert (one.capacity.used, one.capacity.runs) == (0, 0)
+    assert (one.used, one.runs) == (80, 2)
+    one.finished("q")
+    one.finished("q")
+    assert (one.used, one.runs) == (0, 0)
     assert limits(one.plan(0.0)) == {"q": 2}
 
 
 def test_a_claim_that_is_on_its_way_keeps_units_for_what_it_may_bring() -> None:
     one = planner(QueueLoad("a", size=10, concurrency=6), QueueLoad("b", size=10), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 5, "b": 5}
-    assert (one.plan(0.0), one.claiming) == ([], True)
+    assert (one.plan(0.0), one.idle) == ([], False)
     one.claimed("a", 5, 0, NEVER)
     assert one.plan(0.0) == []  # b has asked already.
     one.claimed("b", 5, 5, 0.0)
     for _ in range(5):
-        one.capacity.started("b")
+        one.started("b")
     assert limits(one.plan(0.0)) == {"b": 5}
-    assert one.claiming
+    assert not one.idle
     one.claimed("b", 5, 0, NEVER)
-    assert not one.claiming
+    assert one.idle
 
 
 @pytest.mark.parametrize(("concurrency", "max_runs"), [(2, None), (None, 2)])
@@ -98,21 +98,21 @@ def test_a_queue_at_its_concurrency_is_left_alone_until_a_run_ends(
     concurrency: int | None, max_runs: int | None
 ) -> None:
     one = planner(QueueLoad("q", concurrency=concurrency), max_runs=max_runs)
-    one.capacity.started("q")
-    one.capacity.started("q")
+    one.started("q")
+    one.started("q")
     assert one.plan(0.0) == []
-    one.capacity.finished("q")
+    one.finished("q")
     assert limits(one.plan(0.0)) == {"q": 1}
 
 
 def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
     one = planner(QueueLoad("huge", size=5_000), QueueLoad("small", size=10), capacity=100)
-    one.capacity.started("huge")
-    assert one.capacity.used == 100
+    one.started("huge")
+    assert one.used == 100
     assert one.plan(0.0) == []
-    one.capacity.finished("huge")
-    assert one.capacity.used == 0
-    one.capacity.started("small")
+    one.finished("huge")
+    assert one.used == 0
+    one.started("small")
     assert limits(one.plan(0.0)) == {"small": 9}
 
 
@@ -161,13 +161,13 @@ def test_queues_of_one_priority_share_the_most_runs_too() -> None:
         run_all(one, orders[:1])  # Only the first of them had work.
         for order in orders[1:]:
             one.claimed(order.queue, order.limit, 0, NEVER)
-    assert one.capacity.runs == 10
+    assert one.runs == 10
 
 
 def test_a_queue_with_few_runs_is_served_before_one_with_many() -> None:
     one = planner(QueueLoad("busy"), QueueLoad("idle"), capacity=100)
     for _ in range(9):
-        one.capacity.started("busy")
+        one.started("busy")
     assert limits(one.plan(0.0)) == {"idle": 1}
 
 
@@ -219,7 +219,7 @@ def test_no_queue_starves_whatever_the_priorities(priorities: list[int]) -> None
         *(QueueLoad(str(n), priority=priority) for n, priority in enumerate(priorities)), capacity=100, max_runs=1
     )
     claims = served_in(one, 2 * LOWER_FIRST_EVERY * len(priorities))
-    assert sorted(claims) == sorted(one.capacity.served)
+    assert sorted(claims) == sorted(one.served)
 
 
 @pytest.mark.parametrize("priority", [200, 100, 1])
@@ -228,10 +228,10 @@ def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: 
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
     for _ in range(10):
-        one.capacity.started("small")
+        one.started("small")
     for _ in range(2_000):
-        if one.capacity.runs:
-            one.capacity.finished("small")
+        if one.runs:
+            one.finished("small")
         orders = one.plan(0.0)
         if "large" in limits(orders):
             return
@@ -245,9 +245,9 @@ def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priorit
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
     for _ in range(10):
-        one.capacity.started("small")
+        one.started("small")
     for _ in range(2 * LOWER_FIRST_EVERY):
-        one.capacity.finished("small")
+        one.finished("small")
         orders = one.plan(0.0)
         if "large" in limits(orders):
             return
@@ -259,7 +259,7 @@ def test_a_queue_at_its_concurrency_is_not_waited_for() -> None:
     one = planner(
         QueueLoad("large", size=60, concurrency=1, priority=200), QueueLoad("small", priority=100), capacity=100
     )
-    one.capacity.started("large")
+    one.started("large")
     for _ in range(3 * LOWER_FIRST_EVERY):
         assert limits(one.plan(0.0)) == {"small": 4}
         one.claimed("small", 4, 0, 0.0)
@@ -325,19 +325,19 @@ def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_capacity() -> 
     one = planner(
         QueueLoad("full", concurrency=1), QueueLoad("asleep"), QueueLoad("later"), QueueLoad("due"), capacity=100
     )
-    one.capacity.started("full")
+    one.started("full")
     for queue, claim_at in (("full", NEVER), ("asleep", NEVER), ("later", 5.0)):
         one.claimed(queue, 1, 0, claim_at)
     assert one.idle_queues(1.0) == ["asleep", "later"]
     assert one.idle_queues(5.0) == ["asleep"]
-    one.capacity.finished("full")
+    one.finished("full")
     assert one.idle_queues(5.0) == ["full", "asleep"]
     one.wake("full")
     assert one.idle_queues(5.0) == ["asleep"]
 
 
 def test_a_worker_knows_its_queues() -> None:
-    assert list(planner(QueueLoad("b"), QueueLoad("a")).capacity.served) == ["b", "a"]
+    assert list(planner(QueueLoad("b"), QueueLoad("a")).served) == ["b", "a"]
 
 
 # A model: whatever happens, it fits
@@ -372,7 +372,7 @@ class Model(RuleBasedStateMachine):
             queue.queue = str(number)
         self.served = {queue.queue: (min(queue.size, capacity), queue.concurrency, queue.priority) for queue in queues}
         self.capacity, self.max_runs = capacity, max_runs
-        self.planner = ClaimPlanner(Capacity(capacity, queues, max_runs=max_runs))
+        self.planner = make_planner(capacity, queues, max_runs=max_runs)
 
     @precondition(lambda self: self.planner is not None)
     @rule(data=st.data())
@@ -386,7 +386,7 @@ class Model(RuleBasedStateMachine):
             got = data.draw(st.sampled_from([0, order.limit // 2, order.limit]))
             self.planner.claimed(order.queue, order.limit, got, self.now + 0.5)
             for _ in range(got):
-                self.planner.capacity.started(order.queue)
+                self.planner.started(order.queue)
                 self.running.append(order.queue)
 
     @precondition(lambda self: self.running)
@@ -394,7 +394,7 @@ class Model(RuleBasedStateMachine):
     def end(self, data: st.DataObject, count: int) -> None:
         assert self.planner is not None
         for _ in range(min(count, len(self.running))):
-            self.planner.capacity.finished(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+            self.planner.finished(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
 
     @precondition(lambda self: self.planner is not None)
     @rule(number=st.integers(0, 5))
@@ -409,8 +409,8 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def it_knows_what_runs(self) -> None:
         if self.planner is not None:
-            assert self.planner.capacity.runs == len(self.running)
-            assert self.planner.capacity.used == sum(self.served[queue][0] for queue in self.running)
+            assert self.planner.runs == len(self.running)
+            assert self.planner.used == sum(self.served[queue][0] for queue in self.running)
 
     @invariant()
     def a_worker_with_capacity_and_work_does_something(self) -> None:

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._core.capacity import NEVER, Capacity, QueueLoad
-from holdfast._core.claim_planner import MAX_SUSPECTS, ClaimOrder, ClaimPlanner
+from holdfast._core.capacity import MAX_SUSPECTS, NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from tests.unit.planners import make_planner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
 
 def planner(*served: QueueLoad, hosts: int = 2, max_runs: int | None = None) -> ClaimPlanner:
-    return ClaimPlanner(Capacity(100, served, max_runs=max_runs, hosts=range(1, hosts + 1)))
+    return make_planner(100, served, max_runs=max_runs, hosts=range(1, hosts + 1))
 
 
 def start(planner: ClaimPlanner, queue: str, *, isolated: bool = False) -> int:
     """A run goes where the planner says."""
-    host = planner.capacity.find_host(queue, isolated=isolated)
+    host = planner.find_host(queue, isolated=isolated)
     assert host is not None, f"there is no host for a run of {queue}"
-    planner.capacity.started(queue, host)
+    planner.started(queue, host)
     return host
 
 
@@ -47,16 +47,16 @@ def test_what_a_claim_brings_spreads_over_the_hosts_it_was_planned_for(brought: 
     hosts = [start(one, "q") for _ in range(brought)]
     one.claimed("q", order.limit, brought, NEVER)
     assert max(map(hosts.count, (1, 2, 3))) - min(map(hosts.count, (1, 2, 3))) <= 1
-    assert one.capacity.used == 10 * brought
-    assert [one.capacity.find_host("q") is None, one.plan(0.0)] == [brought == 30, []]
+    assert one.used == 10 * brought
+    assert [one.find_host("q") is None, one.plan(0.0)] == [brought == 30, []]
 
 
 def test_a_run_whose_host_has_shut_since_it_was_planned_goes_to_another() -> None:
     one = planner(QueueLoad("q"))
     one.plan(0.0)
-    one.capacity.close_host(1)
+    one.close_host(1)
     assert {start(one, "q") for _ in range(10)} == {2}
-    assert one.capacity.find_host("q") is None
+    assert one.find_host("q") is None
 
 
 def test_a_run_goes_into_the_host_that_has_most_free() -> None:
@@ -70,19 +70,19 @@ def test_a_run_finds_no_host_where_less_is_free_than_it_takes() -> None:
     one = planner(QueueLoad("large", size=60), QueueLoad("small", size=30))
     for _ in range(4):
         start(one, "small")
-    assert one.capacity.units - one.capacity.used == 80
-    assert one.capacity.find_host("large") is None
-    one.capacity.finished("small", 2)
-    assert one.capacity.find_host("large") == 2
+    assert one.units - one.used == 80
+    assert one.find_host("large") is None
+    one.finished("small", 2)
+    assert one.find_host("large") == 2
 
 
 def test_what_is_larger_than_a_host_needs_an_empty_one() -> None:
     one = planner(QueueLoad("huge", size=5_000), QueueLoad("small", size=1), hosts=1)
     start(one, "small")
-    assert one.capacity.find_host("huge") is None
-    one.capacity.finished("small", 1)
+    assert one.find_host("huge") is None
+    one.finished("small", 1)
     start(one, "huge")
-    assert one.capacity.find_host("small") is None
+    assert one.find_host("small") is None
 
 
 def test_a_queue_gets_what_fits_into_each_host_and_not_into_their_sum() -> None:
@@ -119,19 +119,19 @@ def test_a_worker_never_gives_a_host_more_than_it_has(data: st.DataObject) -> No
     for _ in range(data.draw(st.integers(1, 30))):
         if running and data.draw(st.booleans()):
             queue, host = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            one.capacity.finished(queue, host)
+            one.finished(queue, host)
             used[host] -= min(100, sizes[int(queue)])
             continue
         queue = str(data.draw(st.integers(0, len(sizes) - 1)))
         size = min(100, sizes[int(queue)])
-        found = one.capacity.find_host(queue)
+        found = one.find_host(queue)
         assert (found is None) == all(100 - taken < size for taken in used.values())
         if found is not None:
             assert used[found] == min(used.values())
-            one.capacity.started(queue, found)
+            one.started(queue, found)
             running.append((queue, found))
             used[found] += size
-    assert (one.capacity.used, one.capacity.runs) == (sum(used.values()), len(running))
+    assert (one.used, one.runs) == (sum(used.values()), len(running))
 
 
 # Hosts come and go
@@ -139,51 +139,51 @@ def test_a_worker_never_gives_a_host_more_than_it_has(data: st.DataObject) -> No
 
 def test_a_new_host_adds_its_capacity() -> None:
     one = planner(QueueLoad("q"), hosts=0)
-    assert (one.capacity.units, one.plan(0.0), one.capacity.find_host("q")) == (0, [], None)
-    one.capacity.open_host(7)
-    assert (one.capacity.units, limits(one.plan(0.0)), one.capacity.find_host("q")) == (100, {"q": 10}, 7)
+    assert (one.units, one.plan(0.0), one.find_host("q")) == (0, [], None)
+    one.open_host(7)
+    assert (one.units, limits(one.plan(0.0)), one.find_host("q")) == (100, {"q": 10}, 7)
 
 
 def test_a_host_that_shuts_takes_no_more_and_keeps_what_it_has() -> None:
     one = planner(QueueLoad("q"))
     assert [start(one, "q"), start(one, "q")] == [1, 2]
-    one.capacity.close_host(1)
-    assert (one.capacity.units, one.capacity.used, one.capacity.runs) == (100, 20, 2)
+    one.close_host(1)
+    assert (one.units, one.used, one.runs) == (100, 20, 2)
     assert limits(one.plan(0.0)) == {"q": 9}
-    assert one.capacity.find_host("q") == 2
+    assert one.find_host("q") == 2
 
 
 @pytest.mark.parametrize("dropped_first", [True, False])
 def test_a_host_is_gone_when_it_is_dropped_and_its_last_run_has_finished(dropped_first: bool) -> None:
     one = planner(QueueLoad("q"), hosts=1)
     start(one, "q")
-    one.capacity.close_host(1)
+    one.close_host(1)
     if dropped_first:
-        one.capacity.drop_host(1)
-        assert (one.capacity.used, one.capacity.runs) == (10, 1)
-        one.capacity.finished("q", 1)
+        one.close_host(1)
+        assert (one.used, one.runs) == (10, 1)
+        one.finished("q", 1)
     else:
-        one.capacity.finished("q", 1)
-        one.capacity.drop_host(1)
-    assert (one.capacity.units, one.capacity.used, one.capacity.runs) == (0, 0, 0)
-    one.capacity.drop_host(1)  # Nothing is left to drop.
+        one.finished("q", 1)
+        one.close_host(1)
+    assert (one.units, one.used, one.runs) == (0, 0, 0)
+    one.close_host(1)  # Nothing is left to drop.
 
 
 def test_a_host_that_is_unresponsive_gets_nothing_until_it_answers_again() -> None:
     one = planner(QueueLoad("q"))
-    one.capacity.set_responsive(1, False)
+    one.hosts[1].unresponsive = True
     assert limits(one.plan(0.0)) == {"q": 10}
     assert {start(one, "q") for _ in range(3)} == {2}
     one.claimed("q", 10, 3, NEVER)
-    assert one.capacity.find_host("q", isolated=True) is None
-    one.capacity.set_responsive(1, True)
-    assert one.capacity.find_host("q") == 1
+    assert one.find_host("q", isolated=True) is None
+    one.hosts[1].unresponsive = False
+    assert one.find_host("q") == 1
 
 
 def test_a_worker_whose_hosts_are_all_unresponsive_claims_nothing() -> None:
     one = planner(QueueLoad("q"))
-    one.capacity.set_responsive(1, False)
-    one.capacity.set_responsive(2, False)
+    one.hosts[1].unresponsive = True
+    one.hosts[2].unresponsive = True
     assert one.plan(0.0) == []
     assert one.full_queues() == ["q"]
 
@@ -193,16 +193,16 @@ def test_a_worker_whose_hosts_are_all_unresponsive_claims_nothing() -> None:
 
 def test_a_run_that_must_be_isolated_gets_a_spare_host_and_no_neighbours() -> None:
     one = planner(QueueLoad("q"), hosts=1)
-    assert one.capacity.find_host("q", isolated=True) is None  # Others must not have to wait for it.
-    one.capacity.open_host(2, spare=True)
-    assert one.capacity.units == 100
+    assert one.find_host("q", isolated=True) is None  # Others must not have to wait for it.
+    one.open_host(2, spare=True)
+    assert one.units == 100
     assert limits(one.plan(0.0)) == {"q": 10}
     assert start(one, "q", isolated=True) == 2
-    assert one.capacity.find_host("q", isolated=True) is None
+    assert one.find_host("q", isolated=True) is None
     assert {start(one, "q") for _ in range(10)} == {1}
-    assert one.capacity.find_host("q") is None
-    one.capacity.finished("q", 2)
-    assert one.capacity.find_host("q", isolated=True) == 2
+    assert one.find_host("q") is None
+    one.finished("q", 2)
+    assert one.find_host("q", isolated=True) == 2
 
 
 def test_unplaced_suspects_keep_no_units_from_others_and_are_limited() -> None:
@@ -211,17 +211,17 @@ def test_unplaced_suspects_keep_no_units_from_others_and_are_limited() -> None:
         assert "q" in limits(one.plan(0.0))
         for order in ("q", "other"):
             one.claimed(order, 1, 1, 0.0)
-        one.capacity.add_unplaced("q", isolated=True)
+        one.count_unplaced("q", 1, isolated=True)
     assert limits(one.plan(0.0)) == {"other": 10}
     one.claimed("other", 10, 0, 0.0)
-    one.capacity.remove_unplaced("q", isolated=True)
+    one.count_unplaced("q", -1, isolated=True)
     assert limits(one.plan(0.0)) == {"q": 5, "other": 5}
 
 
 def test_a_host_that_shuts_takes_nobody_who_must_be_isolated() -> None:
     one = planner(QueueLoad("q"), hosts=1)
-    one.capacity.close_host(1)
-    assert one.capacity.find_host("q", isolated=True) is None
+    one.close_host(1)
+    assert one.find_host("q", isolated=True) is None
 
 
 # Unplaced
@@ -230,10 +230,10 @@ def test_a_host_that_shuts_takes_nobody_who_must_be_isolated() -> None:
 def test_an_unplaced_job_keeps_units_for_itself() -> None:
     one = planner(QueueLoad("q"), hosts=1)
     for _ in range(3):
-        one.capacity.add_unplaced("q")
+        one.count_unplaced("q", 1)
     assert limits(one.plan(0.0)) == {"q": 7}
     for _ in range(3):
-        one.capacity.remove_unplaced("q")
+        one.count_unplaced("q", -1)
     one.claimed("q", 7, 0, 0.0)
     assert limits(one.plan(0.0)) == {"q": 10}
 
@@ -242,7 +242,7 @@ def test_an_unplaced_job_keeps_units_for_itself() -> None:
 def test_an_unplaced_job_counts_as_a_run(concurrency: int | None, max_runs: int | None) -> None:
     one = planner(QueueLoad("q", concurrency=concurrency), max_runs=max_runs)
     start(one, "q")
-    one.capacity.add_unplaced("q")
+    one.count_unplaced("q", 1)
     assert limits(one.plan(0.0)) == {"q": 1}
 
 
@@ -252,45 +252,46 @@ def test_an_unplaced_job_counts_as_a_run(concurrency: int | None, max_runs: int 
 def test_a_queue_that_is_left_is_claimed_from_no_more_and_its_runs_end_as_usual() -> None:
     one = planner(QueueLoad("q"), QueueLoad("other"))
     host = start(one, "q")
-    one.capacity.add_unplaced("q")
-    one.capacity.leave("q")
+    one.count_unplaced("q", 1)
+    one.leave("q")
     one.wake("q")
-    assert (list(one.capacity.served), "q" in one.capacity.served, limits(one.plan(0.0))) == (
+    assert (list(one.served), "q" in one.served, limits(one.plan(0.0))) == (
         ["other"],
         False,
         {"other": 18},
     )
-    one.capacity.finished("q", host)
-    assert one.capacity.find_host("q") is not None  # One is still unplaced.
-    one.capacity.remove_unplaced("q")
-    assert (one.capacity.used, one.capacity.runs) == (0, 0)
-    one.capacity.leave("q")
-    one.capacity.leave("never served")
+    one.finished("q", host)
+    assert one.find_host("q") is not None  # One is still unplaced.
+    one.count_unplaced("q", -1)
+    assert (one.used, one.runs) == (0, 0)
+    one.leave("q")
+    one.leave("never served")
 
 
 def test_a_queue_that_is_left_during_a_claim_is_forgotten_when_that_comes_back() -> None:
     one = planner(QueueLoad("q"))
     (order,) = one.plan(0.0)
-    one.capacity.leave("q")
+    one.leave("q")
+    assert not one.idle
     one.claimed("q", order.limit, 0, 0.0)
-    assert (one.plan(0.0), one.claiming) == ([], False)
-    one.capacity.serve(QueueLoad("q", size=50))
+    assert (one.plan(0.0), one.idle) == ([], True)
+    one.serve(QueueLoad("q", size=50))
     assert limits(one.plan(0.0)) == {"q": 4}
 
 
 def test_an_unplaced_job_of_a_queue_that_was_left_keeps_its_units() -> None:
     one = planner(QueueLoad("q"), QueueLoad("other"), hosts=1)
     for _ in range(4):
-        one.capacity.add_unplaced("q")
-    one.capacity.leave("q")
+        one.count_unplaced("q", 1)
+    one.leave("q")
     assert limits(one.plan(0.0)) == {"other": 6}
 
 
 def test_a_queue_that_is_served_again_knows_what_still_runs() -> None:
     one = planner(QueueLoad("q", concurrency=3))
     start(one, "q")
-    one.capacity.leave("q")
-    one.capacity.serve(QueueLoad("q", concurrency=3))
+    one.leave("q")
+    one.serve(QueueLoad("q", concurrency=3))
     one.wake("q")
     assert limits(one.plan(0.0)) == {"q": 2}
 
@@ -299,12 +300,12 @@ def test_a_queue_that_is_served_again_knows_what_still_runs() -> None:
 def test_a_size_that_changes_holds_for_what_runs_already(size: int, used: int, more: int) -> None:
     one = planner(QueueLoad("q"))
     hosts = [start(one, "q"), start(one, "q")]
-    one.capacity.serve(QueueLoad("q", size=size))
-    assert one.capacity.used == used
+    one.serve(QueueLoad("q", size=size))
+    assert one.used == used
     assert limits(one.plan(0.0)).get("q", 0) == more
     for host in hosts:
-        one.capacity.finished("q", host)
-    assert (one.capacity.used, one.capacity.runs) == (0, 0)
+        one.finished("q", host)
+    assert (one.used, one.runs) == (0, 0)
 
 
 def test_a_host_that_is_overfull_since_a_size_changed_keeps_no_other_host_empty() -> None:
@@ -312,24 +313,24 @@ def test_a_host_that_is_overfull_since_a_size_changed_keeps_no_other_host_empty(
     for _ in range(10):
         start(one, "grown")
     one.claimed("grown", 1, 0, NEVER)
-    one.capacity.open_host(2)
-    one.capacity.serve(QueueLoad("grown", size=50))
+    one.open_host(2)
+    one.serve(QueueLoad("grown", size=50))
     assert limits(one.plan(0.0)) == {"q": 10}
 
 
 def test_a_size_that_changes_holds_for_a_run_that_was_given_up() -> None:
     one = planner(QueueLoad("stuck", size=40), QueueLoad("large", size=100), QueueLoad("q"), hosts=1)
     start(one, "stuck")
-    one.capacity.gave_up("stuck", 1)
-    one.capacity.serve(QueueLoad("stuck", size=10))
-    one.capacity.finished("stuck", 1, given_up=True)
+    one.gave_up("stuck", 1)
+    one.serve(QueueLoad("stuck", size=10))
+    one.finished("stuck", 1, given_up=True)
     start(one, "q")
     assert one.blocked_queues(0.0) == ["large"]  # Nothing is stuck any more: it is worth waiting for.
 
 
 def test_a_worker_without_queues_has_nothing_to_do() -> None:
     one = planner()
-    assert (one.plan(0.0), list(one.capacity.served), one.idle, one.full_queues(), one.next_claim_at(0.0)) == (
+    assert (one.plan(0.0), list(one.served), one.idle, one.full_queues(), one.next_claim_at(0.0)) == (
         [],
         [],
         True,

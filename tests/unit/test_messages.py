@@ -51,11 +51,8 @@ class Ear:
     def received(self, messages: list[FromChild]) -> None:
         self.heard.extend(messages)
 
-    def channel_broken(self, why: str) -> None:
-        self.broken.append(why)
-
-    def channel_lost(self, why: str) -> None:
-        self.lost.append(why)
+    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+        (self.broken if misbehaved else self.lost).append(why)
 
     def unsendable(self, message: Any, error: Exception) -> None:
         self.unsent.append((message, error))

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from holdfast import JobFailed
-from holdfast._worker.context import WorkerSettings
 from holdfast._worker.processes import child_handle
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.telemetry import HookDispatcher
-from holdfast._worker.worker import Worker
+from holdfast._worker.worker import Worker, WorkerSettings
 from holdfast.storage import connect
 from tests.worker.conftest import ROOT, Scene, WorkerProcess, until
 

@@ -30,14 +30,12 @@ from holdfast._core.options import (
     to_ms,
 )
 from holdfast._core.replies import Snapshot
-from holdfast._worker.app_loader import locate_app
-from holdfast._worker.app_parts import AppParts, RunnableApp
-from holdfast._worker.context import WorkerSettings
+from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
+from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
-from holdfast._worker.inline import Inline
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_name
-from holdfast._worker.worker import Worker, choose
+from holdfast._worker.worker import Worker, WorkerSettings, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
 from holdfast.storage.validation import FAILED_SUFFIX, check_queue, check_worker
@@ -314,6 +312,7 @@ class Holdfast(RunnableApp, Generic[T]):
             url=address.url,
             namespace=address.namespace,
             max_payload=address.max_payload,
+            open_lazily=self._open_lazily,
         )
 
     def _open_lazily(self) -> Self:

@@ -33,7 +33,6 @@ def hide_frames_of(file: str) -> None:
 
 
 def error_from_exception(error: BaseException, kind: Literal["permanent", "retriable", "timeout"]) -> JobError:
-    """An exception as it is stored."""
     try:
         message = str(error)
     except Exception:
@@ -47,8 +46,9 @@ def error_from_exception(error: BaseException, kind: Literal["permanent", "retri
         except (TypeError, ValueError, RecursionError):
             details = None
     name = type(error).__qualname__
-    stored = JobError(type=name, message=message, kind=kind, traceback=text, details=details)
-    return truncate_error(msgspec.structs.replace(stored, message=_clean(message), traceback=_clean(text)))
+    return truncate_error(
+        JobError(type=name, message=_clean(message), kind=kind, traceback=_clean(text), details=details)
+    )
 
 
 def safe_getattr(error: BaseException, name: str) -> Any:
@@ -96,9 +96,6 @@ def retry_time(error: BaseException) -> tuple[int | None, int | None]:
     return None, None
 
 
-# Stored errors
-
-
 def encode_error(error: JobError) -> bytes:
     return msgspec.json.encode(error)
 
@@ -112,11 +109,14 @@ def decode_error(data: bytes | None) -> JobError:
 
 
 def truncate_error(error: JobError) -> JobError:
-    """An error that is short enough to be stored."""
     if len(error.message) <= MAX_MESSAGE and len(error.traceback) <= MAX_TRACEBACK:
         return error
     message = error.message if len(error.message) <= MAX_MESSAGE else error.message[: MAX_MESSAGE - 1] + "…"
     return msgspec.structs.replace(error, message=message, traceback=error.traceback[-MAX_TRACEBACK:])
+
+
+HISTORY = ("run_at", "attempts", "retries", "stalls", "timeouts")
+"""Fields of a failed job that its fail handler gets."""
 
 
 class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,14 +146,10 @@ def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
     raw = payload if form == "json" else msgspec.json.encode(b"" if form == "left" else payload)
     data = FollowUp(
         error=error,
-        run_at=job.run_at,
-        attempts=job.attempts,
-        retries=job.retries,
-        stalls=job.stalls,
-        timeouts=job.timeouts,
         codec=job.work.codec,
         form=form,
         payload=msgspec.Raw(raw),
+        **{name: getattr(job, name) for name in HISTORY},
     )
     return Work(msgspec.json.encode(data), "json", job.work.priority)
 

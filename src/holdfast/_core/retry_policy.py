@@ -6,6 +6,7 @@ generator is an argument. The storage obeys what is decided here.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Literal
 
@@ -57,9 +58,10 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_priority: int = 100
 
 
-class Returned(Value, frozen=True, tag="returned"):
-    """The handler returned."""
+StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
+
+class Returned(Value, frozen=True, tag="returned"):
     result: bytes | None
     codec: str = "json"
     result_ttl_ms: int | None = None
@@ -102,12 +104,12 @@ def admit(job: Job, policy: Policy) -> Fail | None:
     """May a claimed job run? If it has stalled, timed out or been retried too often by now, it fails instead."""
     if not (job.stalls or job.timeouts or job.retries):
         return None
-    if _over(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
+    if _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) < 0:
         error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {format_times(job.stalls)}")
         return _fail(job, error, policy)
-    if _over(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
+    if _left(job.timeouts, job.work.max_timeouts, policy.max_timeouts, policy) < 0:
         return _fail(job, _last(job, "timeout", f"it timed out {format_times(job.timeouts)}"), policy)
-    if _over(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
+    if _left(job.retries, job.work.max_retries, policy.max_retries, policy) < 0:
         return _fail(job, _last(job, "retriable", f"it was retried {format_times(job.retries)}"), policy)
     return None
 
@@ -117,8 +119,7 @@ def is_suspect(job: Job, policy: Policy) -> bool:
     otherwise its neighbours must not be what fails it."""
     if not job.stalls:
         return False
-    limit = _limit(job.work.max_stalls, policy.max_stalls, policy)
-    return job.stalls >= 2 or (job.stalls == 1 and limit is not None and limit <= 1)
+    return job.stalls >= 2 or _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) <= 0
 
 
 def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settlement:
@@ -127,20 +128,20 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
         case Returned():
             return _complete(job, ended, policy)
         case Raised():
-            permanent = ended.error.kind == "permanent"
-            if permanent or not _allows(job.retries, _limit(job.work.max_retries, policy.max_retries, policy)):
+            left = _left(job.retries, job.work.max_retries, policy.max_retries, policy)
+            if ended.error.kind == "permanent" or left <= 0:
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = 0 if ended.run_at is not None else ended.delay_ms
             if delay_ms is None:
                 delay_ms = backoff_ms(job.retries, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
         case TimedOut():
-            if not _allows(job.timeouts, _limit(job.work.max_timeouts, policy.max_timeouts, policy)):
+            if _left(job.timeouts, job.work.max_timeouts, policy.max_timeouts, policy) <= 0:
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = backoff_ms(job.timeouts, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
         case Crashed():
-            if not _allows(job.stalls, _limit(job.work.max_stalls, policy.max_stalls, policy)):
+            if _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) <= 0:
                 return _fail(job, ended.error, policy)
             delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
@@ -209,17 +210,11 @@ def _fail(job: Job, error: JobError, policy: Policy, failure_ttl_ms: int | None 
     return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work)
 
 
-def _limit(own: int | None, usual: int | None, policy: Policy) -> int | None:
-    """A job's own limit goes before the policy's. A promise to run once goes before both."""
-    return 0 if policy.at_most_once else usual if own is None else own
-
-
-def _allows(count: int, limit: int | None) -> bool:
-    return limit is None or count < limit
-
-
-def _over(count: int, limit: int | None) -> bool:
-    return limit is not None and count > limit
+def _left(count: int, of_job: int | None, of_policy: int | None, policy: Policy) -> float:
+    """How many more of what was counted are allowed; less than 0 if there were too many. A job's own limit goes before
+    the policy's, and a promise to run once before both."""
+    limit = 0 if policy.at_most_once else of_policy if of_job is None else of_job
+    return math.inf if limit is None else limit - count
 
 
 def _last(job: Job, kind: ErrorKind, message: str) -> JobError:

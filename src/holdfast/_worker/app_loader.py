@@ -1,17 +1,51 @@
-"""Importing an app by its target, `module:name`: for the command line and for child processes."""
+"""An app, as those see it who run it: imported by its target, `module:name`, and the parts that it offers.
+
+`holdfast.Holdfast` is such an app. A child process knows no more of it than `AppParts`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from holdfast._worker.handler import AppHooks, Handler
+from holdfast._worker.telemetry import OnEvent
 from holdfast.errors import OptionError
 
 A = TypeVar("A")
+
+
+class AppParts(NamedTuple):
+    """The parts of an app."""
+
+    handlers: list[Handler]
+    hooks: AppHooks
+    on_event: list[OnEvent]
+    lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
+    url: str | None
+    """The URL of its storage; None if the app was given an open storage instead."""
+    namespace: str
+    max_payload: int | None
+    open_lazily: Callable[[], AbstractAsyncContextManager[object]]
+    """Opens the app, and its storage only when it is first used."""
+
+
+class RunnableApp(ABC):
+    """An app that a worker can run."""
+
+    @abstractmethod
+    def _parts(self) -> AppParts: ...
+
+
+def app_parts(app: RunnableApp) -> AppParts:
+    return app._parts()  # pyright: ignore[reportPrivateUsage]
 
 
 def import_app(target: str, kind: type[A]) -> A:
@@ -77,8 +111,8 @@ def _failed(module: str, error: BaseException) -> str:
 
 
 def _the_only_app(module: ModuleType, target: str, kind: type[A]) -> A:
-    apps = {name: value for name, value in vars(module).items() if isinstance(value, kind)}
-    if len({id(app) for app in apps.values()}) != 1:
+    apps = {id(value): value for value in vars(module).values() if isinstance(value, kind)}
+    if len(apps) != 1:
         raise OptionError(f"{target}: which app? Write {module.__name__}:name{_apps_in(module, kind)}")
     return next(iter(apps.values()))
 

@@ -1,25 +1,47 @@
 """Runs as their worker sees them: a job that it has leased, where it runs, and when it must end.
 
-`Executor` is where runs go on: `inline.Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has
-to end is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
+`Executor` is where runs go on: `Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has to end
+is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar
 
-from holdfast._core.capacity import NEVER, Capacity
+from holdfast._core.capacity import NEVER, ClaimPlanner
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, QueueConfig, fence_of, is_suspect, timeout_ms
+from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
+from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
 from holdfast._worker.telemetry import OnEvent
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
-StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
+INLINE_CAPACITY = 1_000
+"""Units of a worker without child processes."""
+QUICK_S = 1.0
+"""How long a run has to end when a stop is to be quick."""
+
+log = logging.getLogger("holdfast.worker")
+
+
+async def wait_until(changed: asyncio.Event, is_so: Callable[[], bool]) -> None:
+    """Wait until a condition holds. `changed` is set whenever it may have become true."""
+    while not is_so():
+        changed.clear()
+        await changed.wait()
+
+
+async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
+    """Wait until an event is set, or this time is over."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class LeaseClock:
@@ -62,18 +84,16 @@ class Run:
         """The lease is ours, and how to settle it has not been decided yet."""
         self.done = False
         self.stopping: StopReason | None = None
-        """Why it was asked to end."""
         self.overdue = False
         """It was asked to end, and did not in time."""
         self.given_up = False
         """It does not end, and cannot be killed."""
         self.times_out_at = NEVER
         self.timers: list[asyncio.TimerHandle] = []
-        """Timers of a run that was asked to end."""
 
 
 class Executor(ABC):
-    """Starts and stops runs, and reports to the worker when one is finished."""
+    """Where runs go on: it starts and stops them, and reports when one is finished."""
 
     name: ClassVar[str]
     host_capacity: ClassVar[int]
@@ -83,26 +103,27 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self._context: WorkerContext
-        self._capacity: Capacity
+        self._capacity: ClaimPlanner
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
         """One timer for all runs: it fires when the first of them may have to be stopped."""
+        self._one_finished = asyncio.Event()
+        self._quick = False
 
     async def open(self, context: WorkerContext) -> None:
-        """Get ready to work for a worker."""
         self._context = context
         self._capacity = context.claimer.capacity
 
-    @abstractmethod
     async def watch(self) -> None:
         """Wait, and raise if the executor breaks down."""
+        await asyncio.Event().wait()
 
     def wind_down(self) -> None:  # noqa: B027 -- most have nothing to do.
         """The worker stops: begin nothing that is not needed for what runs."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything that the executor has started."""
+        """End everything that was started here."""
 
     @property
     def event_hooks(self) -> list[OnEvent]:
@@ -130,6 +151,7 @@ class Executor(ABC):
     @abstractmethod
     def _grace_over(self, run: Run) -> None:
         """A run was asked to end, and has not within its `cancel_grace`."""
+        run.overdue = True
 
     @abstractmethod
     def _kill(self, run: Run) -> None:
@@ -145,16 +167,10 @@ class Executor(ABC):
         if run.stopping is not None:
             return
         run.stopping = why
-        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._is_late, run))
+        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._grace_over, run))
         self._ask_to_stop(run, why)
 
-    def _is_late(self, run: Run) -> None:
-        if not run.done:
-            run.overdue = True
-            self._grace_over(run)
-
     def _started(self, run: Run, host: int) -> None:
-        """A run has started on this host."""
         loop = asyncio.get_running_loop()
         run.host, run.started_at = host, loop.time()
         self._runs.add(run)
@@ -192,4 +208,101 @@ class Executor(ABC):
             timer.cancel()
         if run.host is not None:
             self._capacity.finished(run.queue, run.host, given_up=run.given_up)
-        self._context.finished(run, ended)
+        self._one_finished.set()
+        self._context.claimer.changed.set()
+        if run.held:
+            self._context.settler.decide(run, ended)
+
+    # Runs that have to end
+
+    def hurry(self) -> None:
+        """Give the runs that have to end hardly any more time."""
+        self._quick = True
+        self._one_finished.set()
+
+    async def end_runs(self, runs: Sequence[Run], grace_s: float) -> None:
+        """Give runs their grace, then stop them, then give them the time that each has to stop. Those that have not
+        started need none."""
+        for run in runs:
+            if run.started_at is None:
+                self.stop(run, "shutdown")
+        await self._until_finished(runs, grace_s)
+        for run in runs:
+            self.stop(run, "shutdown")
+        longest_s = max((run.config.policy.cancel_grace_ms / 1000 for run in runs if not run.done), default=0.0)
+        await self._until_finished(runs, longest_s + self.kill_allowance_s + 0.1)
+        if self._quick:
+            kill_at = asyncio.get_running_loop().time() + QUICK_S
+            for run in runs:
+                self.stop(run, "shutdown", kill_at=kill_at)
+            await self._until_finished(runs, 3 * QUICK_S, even_if_quick=True)
+        for run in runs:
+            if run.done or not run.held:
+                continue
+            if run.config.policy.exclusive:
+                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.queue)
+            else:
+                self._context.settler.decide(run, Stopped("shutdown"))
+
+    async def _until_finished(self, runs: Sequence[Run], seconds: float, *, even_if_quick: bool = False) -> None:
+        """Wait until these runs are over, or this time is, or the stop is to be quick."""
+
+        def is_over() -> bool:
+            return all(run.done for run in runs) or (self._quick and not even_if_quick)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await wait_until(self._one_finished, is_over)
+
+
+class Inline(Executor):
+    """Runs on the worker's own loop, its only host, with the number 0. It is fast and simple, with one limit that
+    Python sets: a run that does not end when it is cancelled cannot be killed. It keeps its capacity until it ends by
+    itself."""
+
+    name = "inline"
+    host_capacity = INLINE_CAPACITY
+
+    def __init__(self, handlers: Iterable[Handler], hooks: AppHooks) -> None:
+        super().__init__()
+        self._handlers = {handler.queue: handler for handler in handlers}
+        self.runner: Runner[Run] = Runner(hooks, INLINE_CAPACITY, self.finished, self.progressed)
+
+    @property
+    def configs(self) -> list[QueueConfig]:
+        return [handler.config for handler in self._handlers.values()]
+
+    async def open(self, context: WorkerContext) -> None:
+        await super().open(context)
+        for handler in self._handlers.values():
+            handler.check()
+        self._capacity.open_host(0)
+
+    async def close(self) -> None:
+        self.runner.close()
+
+    def start(self, run: Run) -> None:
+        self._started(run, 0)
+        self.runner.start(run, self._handlers[run.queue], run.job)
+
+    def _ask_to_stop(self, run: Run, why: StopReason) -> None:
+        self.runner.stop(run, why)
+
+    def _grace_over(self, run: Run) -> None:
+        """The job of a run that cannot be killed goes on elsewhere, unless it must not overlap with itself: then its
+        lease is held until the run ends."""
+        super()._grace_over(run)
+        run.given_up = True
+        self._capacity.gave_up(run.queue)
+        keeps = run.config.policy.exclusive or run.stopping in ("cancel", "lease_lost")
+        log.warning(
+            "job %r of %s does not stop (%s): %s",
+            *(run.job.id, run.queue, run.stopping),
+            "it keeps its lease until it ends" if keeps else "it is given up, and may overlap with its next run",
+        )
+        if run.held and not keeps:
+            ended = timed_out() if run.stopping == "timeout" else Stopped("shutdown")
+            self._context.settler.decide(run, ended)
+
+    def _kill(self, run: Run) -> None:
+        pass  # It cannot be killed.

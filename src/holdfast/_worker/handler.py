@@ -1,29 +1,38 @@
-"""A handler and what surrounds it: the function that runs the jobs of a queue, the job that it runs (`current_job()`),
-what a fail handler gets, and the hooks of an app. `run.py` runs it.
+"""A handler, what surrounds it, and one run of it, inside the process that does it.
+
+`Handler` is the function that runs the jobs of a queue; `current_job()` the job that it runs; `Failure` what a fail
+handler gets; `AppHooks` the hooks of an app. `perform` is one run: decode, middleware, handler, `after_execution`; its
+result is a value. `Runner` starts and stops runs, for a worker or inside a child process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import inspect
 import logging
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from holdfast._core import failure
 from holdfast._core.arguments import Arguments, UnknownParameter, is_async
 from holdfast._core.codec import Codecs
-from holdfast._core.failure import FollowUp, hide_frames_of
-from holdfast._core.jobs import Job
-from holdfast._core.options import Seconds
-from holdfast._core.retry_policy import QueueConfig
-from holdfast._worker.executor import StopReason
+from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr
+from holdfast._core.jobs import Complete, Fail, Job
+from holdfast._core.options import Seconds, to_ms
+from holdfast._core.retry_policy import Ended, QueueConfig, Raised, Returned, Stopped, StopReason, TimedOut, verdict
 from holdfast._worker.telemetry import awaited, log_error
-from holdfast.errors import HoldfastError, JobError, PayloadRejected
+from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 
 log = logging.getLogger("holdfast")
-hide_frames_of(__file__)
+failure.hide_frames_of(__file__)
 
 LEFT_IN_RECORD = object()
 """In place of a payload that was too large to travel, and is in the failed record."""
@@ -164,29 +173,28 @@ class Handler:
     def call_with(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return ((given,), {}) if self.fails_for is not None else self.arguments.call(given)
 
+    def read_failed(self, codec: str, payload: bytes) -> Any:
+        """The arguments of the failed job. It may have failed because they cannot be read: then these are the bytes."""
+        assert self.fails_for is not None
+        try:
+            return self.fails_for.decode(self.codecs.get(codec), payload)
+        except (HoldfastError, UnknownParameter):
+            return payload
+
     def _read_failure(self, job: Job, payload: bytes) -> Failure:
         assert self.fails_for is not None
         follow_up = self.codecs.decode("the failure", payload, "json", FollowUp)
         id, _, generation = job.id.rpartition("@")
-        given: Any = bytes(follow_up.payload)
-        try:
-            if follow_up.form != "json":
-                given = msgspec.json.decode(follow_up.payload, type=bytes)
-            if follow_up.form == "left":
-                given = LEFT_IN_RECORD
-            else:
-                given = self.fails_for.decode(self.codecs.get(follow_up.codec), given)
-        except (HoldfastError, UnknownParameter):
-            pass  # It may have failed because of this. The handler gets the bytes.
+        given: Any = LEFT_IN_RECORD
+        if follow_up.form == "json":
+            given = self.read_failed(follow_up.codec, bytes(follow_up.payload))
+        elif follow_up.form == "base64":
+            given = self.read_failed(follow_up.codec, msgspec.json.decode(follow_up.payload, type=bytes))
         failed = FailedJob(
             queue=self.fails_for.name,
             id=id,
             generation=int(generation),
-            run_at=follow_up.run_at,
-            attempts=follow_up.attempts,
-            retries=follow_up.retries,
-            stalls=follow_up.stalls,
-            timeouts=follow_up.timeouts,
+            **{name: getattr(follow_up, name) for name in failure.HISTORY},
         )
         return Failure(payload=given, job=failed, error=follow_up.error)
 
@@ -211,3 +219,214 @@ class AppHooks:
         except (Exception, SystemExit) as wrong:
             log.exception("an on_error hook failed", exc_info=wrong)
         log_error(error, where)
+
+
+# One run
+
+
+async def perform(
+    job: Job, current: CurrentJob, handler: Handler, hooks: AppHooks, threads: ThreadPoolExecutor
+) -> Ended:
+    """Run one job, whatever its handler does. Never raises, but for what ends the whole program."""
+    running.set(current)
+    started = asyncio.get_running_loop().time()
+    arguments: Any = None
+    value: Any = None
+    try:
+        arguments = handler.read(job)
+        if isinstance(arguments, Failure) and arguments.payload is LEFT_IN_RECORD:
+            arguments = await _with_payload(arguments, handler, hooks)
+        value = await _call(handler, arguments, current, hooks.middleware, threads)
+        ended: Ended = _returned(handler, value)
+    except asyncio.CancelledError:
+        ended = _cancelled(current)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit, too: a handler does not end its worker.
+        ended = _raised(error, current)
+    if hooks.after and isinstance(ended, Returned | Raised | TimedOut):
+        stored = None if isinstance(ended, Returned) else ended.error
+        execution = Execution(
+            queue=handler.queue,
+            id=job.id,
+            attempt=job.attempts,
+            payload=arguments,
+            result=None if stored else value,
+            error=stored,
+            seconds=asyncio.get_running_loop().time() - started,
+            worker=job.worker or "",
+        )
+        ended = await _after(job, ended, handler, hooks, execution)
+    return ended
+
+
+async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> Failure:
+    """The payload was too large to travel along. It is in the failed record, unless that has run again or is gone."""
+    job = None if hooks.find is None else await hooks.find(failed.job.queue, failed.job.id)
+    payload: Any = None
+    if job is not None and job.generation == failed.job.generation:
+        payload = handler.read_failed(job.work.codec, job.work.payload or b"")
+    return replace(failed, payload=payload)
+
+
+async def _call(
+    handler: Handler, arguments: Any, current: CurrentJob, middleware: Sequence[Middleware], threads: ThreadPoolExecutor
+) -> Any:
+    args, kwargs = handler.call_with(arguments)
+    function = handler.arguments.function
+    if handler.is_async and not middleware:
+        return await function(*args, **kwargs)
+
+    async def innermost() -> Any:
+        if handler.is_async:
+            return await function(*args, **kwargs)
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        current.on_loop = False
+        try:
+            value = await loop.run_in_executor(threads, lambda: context.run(_in_thread, function, args, kwargs))
+        finally:
+            current.on_loop = True
+        if inspect.iscoroutine(value) and current.stopping is not None:
+            value.close()
+            raise asyncio.CancelledError
+        return await awaited(value)
+
+    proceed: Proceed = innermost
+    for layer in reversed(middleware):
+        proceed = partial(_layered, layer, current, proceed)
+    return await proceed()
+
+
+def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as error:  # A future cannot carry it: its waiter would hang.
+        raise RuntimeError("the handler raised StopIteration") from error
+
+
+async def _layered(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
+    return await awaited(layer(current, proceed))
+
+
+def _returned(handler: Handler, value: Any) -> Ended:
+    if value is None:
+        return Returned(None, handler.codec.name)
+    try:
+        data = handler.codecs.encode(f"the result of {handler.queue}", value, handler.codec)
+    except PayloadRejected as error:
+        return Raised(JobError(type="PayloadRejected", kind="permanent", message=str(error)))
+    return Returned(data, handler.codec.name)
+
+
+def _cancelled(current: CurrentJob) -> Ended:
+    """The run was cancelled: by us, for a reason, or by the handler itself."""
+    if current.stopping is None:
+        return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
+    if current.stopping == "timeout":
+        return timed_out()
+    return Stopped(current.stopping)
+
+
+def timed_out() -> TimedOut:
+    return TimedOut(JobError(type="TimeoutError", kind="timeout", message="the run took longer than its timeout"))
+
+
+def _raised(error: BaseException, current: CurrentJob) -> Ended:
+    if current.stopping == "timeout":
+        return TimedOut(error_from_exception(error, "timeout"))
+    if isinstance(error, UnknownParameter):
+        return Raised(error_from_exception(error, "retriable"))
+    permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
+    if current.stopping is not None and not permanent and not isinstance(error, Retry):
+        return Stopped(current.stopping)  # It was stopped, and failed on its way out.
+    stored = error_from_exception(error, "permanent" if permanent else "retriable")
+    try:
+        delay_ms, run_at = failure.retry_time(error)
+    except OptionError as wrong:
+        return Raised(replace(stored, message=f"{stored.message} (and {wrong})"[: failure.MAX_MESSAGE]))
+    return Raised(stored, delay_ms, run_at)
+
+
+async def _after(
+    job: Job, ended: Returned | Raised | TimedOut, handler: Handler, hooks: AppHooks, execution: Execution
+) -> Ended:
+    """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
+    nothing."""
+    settlement = verdict(job, ended, handler.config.policy, random.Random(0))
+    if not isinstance(settlement, Complete | Fail):
+        return ended
+    try:
+        for hook in hooks.after:
+            await awaited(hook(execution))
+        return _changed(ended, execution, handler)
+    except asyncio.CancelledError:
+        return ended  # The run was stopped during the hook. It has ended already.
+    except (Exception, SystemExit) as wrong:
+        await hooks.report_error(wrong, f"after_execution of job {job.id!r:.80} in {handler.queue}")
+        return ended
+
+
+def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler: Handler) -> Ended:
+    ttl_ms = None if execution.ttl is None else to_ms("ttl", execution.ttl)
+    if isinstance(ended, Returned):
+        again = _returned(handler, execution.result)
+        return replace(again, result_ttl_ms=ttl_ms) if isinstance(again, Returned) else again
+    if not isinstance(execution.error, JobError):
+        raise TypeError(f"the error of an execution is a JobError, not {execution.error!r:.60}")
+    error = failure.truncate_error(execution.error)
+    failure.encode_error(error)  # What cannot be stored is the hook's mistake, not the job's.
+    return replace(ended, error=error, failure_ttl_ms=ttl_ms)
+
+
+K = TypeVar("K")
+
+
+class Runner(Generic[K]):
+    """Calls handlers. It reports the end and the progress of a run by the key that the run was started with; progress
+    comes from any thread."""
+
+    def __init__(
+        self,
+        hooks: AppHooks,
+        threads: int,
+        finished: Callable[[K, Ended], None],
+        progressed: Callable[[K, bytes], None],
+        wrap: Callable[[K, Coroutine[Any, Any, Ended]], Coroutine[Any, Any, Ended]] | None = None,
+    ) -> None:
+        """`wrap` gives the coroutine that is run in place of a run's own."""
+        self.resources: object = None
+        """The value of the app's lifespan."""
+        self._hooks = hooks
+        self._report_end = finished
+        self._report_progress = progressed
+        self._wrap = wrap
+        self._threads = ThreadPoolExecutor(threads, "holdfast-run")
+        self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
+
+    def start(self, key: K, handler: Handler, job: Job) -> None:
+        current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
+        run = perform(job, current, handler, self._hooks, self._threads)
+        task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
+        self._going[key] = (task, current)
+        task.add_done_callback(partial(self._finished, key))
+
+    def stop(self, key: K, why: StopReason) -> None:
+        if key in self._going:
+            task, current = self._going[key]
+            current.stopping = why
+            if current.on_loop:
+                task.cancel()
+
+    def close(self) -> None:
+        """End the threads: those that are idle now, the others when their runs end."""
+        self._threads.shutdown(wait=False)
+
+    def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
+        _, current = self._going.pop(key)
+        if task.cancelled():  # It had not begun.
+            ended = _cancelled(current)
+        else:
+            error = task.exception()
+            ended = task.result() if error is None else _raised(error, current)
+        self._report_end(key, ended)

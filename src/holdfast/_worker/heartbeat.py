@@ -8,25 +8,26 @@ to claim from (claims sweep, too). What it learns is passed to the worker's loop
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from holdfast._core.jobs import LeaseRef
-from holdfast._core.replies import Extended, WorkerFacts
-from holdfast._core.retry_policy import fence_of, timeout_ms
-from holdfast._worker.executor import Run
+from holdfast._core.replies import WorkerFacts
+from holdfast._core.retry_policy import timeout_ms
+from holdfast._worker.executor import Run, wait_at_most
+from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage import Storage
 from holdfast.storage.validation import MAX_ITEMS, batches
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
 SOONEST_S = 0.5
 """Progress makes the next beat come early, but not sooner after the last than this."""
@@ -40,16 +41,13 @@ SNAPSHOT_S = 0.1
 """How long a beat waits for a snapshot of the worker, at most a quarter of its interval. A loop that is blocked makes
 none, and the beat uses the one before."""
 
+log = logging.getLogger("holdfast.worker")
+
 _Beaten = tuple[Run, bytes | None]
 """A run, and the progress that goes with its lease."""
-
-
-class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """The state of a worker, made on its event loop for the heartbeat's thread."""
-
-    facts: WorkerFacts
-    full_queues: list[str]
-    """Queues of which no further job fits: no claim sweeps them."""
+WorkerSnapshot = tuple[WorkerFacts, list[str]]
+"""The state of a worker, made on its event loop for the heartbeat's thread: its record, and the queues of which no
+further job fits, which no claim sweeps."""
 
 
 class Heartbeat:
@@ -72,7 +70,10 @@ class Heartbeat:
         """Written by the worker's loop, read by this thread."""
         self._snapshot_made = asyncio.Event()
         self._nudged = asyncio.Event()
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[None]
+        self._error: BaseException | None = None
+        """Why this thread has ended by itself."""
+        self._broken = asyncio.Event()
         self._home: asyncio.AbstractEventLoop
         """The worker's loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,22 +90,7 @@ class Heartbeat:
 
     def nudge(self) -> None:
         """There is progress to send, or a lease to extend: beat soon. From any thread."""
-        self._call(self._nudged.set)
-
-    def _call(self, function: Callable[[], object]) -> None:
-        """Call a function on the heartbeat's thread."""
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(function)
-            except RuntimeError:
-                pass  # It has just ended.
-
-    def _post(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function on the worker's loop."""
-        try:
-            self._home.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            pass  # The worker's loop has closed.
+        _call_on(self._loop, self._nudged.set)
 
     # On the worker's loop
 
@@ -112,34 +98,52 @@ class Heartbeat:
         """Begin to beat, unless the worker's settings say that it has no heartbeat."""
         if self._enabled:
             self._home = asyncio.get_running_loop()
-            self._snapshot = self._context.snapshot()
+            self._make_snapshot()
             self._thread.start()
 
     async def stop(self) -> None:
         """End at once, even in the middle of a beat; the worker is announced as leaving if that takes no time."""
         if self._enabled:
             self._stopping = True
-            self._call(self._cancel_work)
+            _call_on(self._loop, lambda: self._work.cancel())
             await asyncio.to_thread(self._thread.join)
 
+    async def watch(self) -> None:
+        """Wait, and raise if the heartbeat's thread has ended: without it the worker must not go on."""
+        await self._broken.wait()
+        raise RuntimeError(f"the heartbeat of worker {self._worker} has ended: {self._error!r}")
+
     def _make_snapshot(self) -> None:
-        self._snapshot = self._context.snapshot()
-        self._call(self._snapshot_made.set)
+        capacity = self._context.claimer.capacity
+        self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
+        _call_on(self._loop, self._snapshot_made.set)
 
-    def _cancel_run(self, run: Run) -> None:
-        self._context.executor.stop(run, "cancel")
-
-    def _kill_run(self, run: Run, kill_at: float) -> None:
+    def _lost(self, run: Run) -> None:
+        """A lease is not ours any more: the run is stopped, and its result discarded."""
+        if run.done or self._context.held.pop(run.key, None) is None:
+            return
+        log.warning("worker %s lost its lease of job %r in %s", self._worker, run.job.id, run.queue)
+        run.held = False
+        kill_at = None
+        if run.config.policy.exclusive:  # Another run may have begun: it is killed soon, whatever it was stopped for.
+            grace_s = 0.0 if run.overdue else run.config.policy.cancel_grace_ms / 1000
+            kill_at = self._home.time() + grace_s
         self._context.executor.stop(run, "lease_lost", kill_at=kill_at)
+
+    def _evicted(self) -> None:
+        """The storage has a command for this worker to stop."""
+        if not self._context.stopping.is_set():
+            log.warning("worker %s was evicted: it stops", self._worker)
+            self._context.stop()
 
     # On the heartbeat's thread
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner() as runner:
-                runner.run(self._main())
-        except BaseException as error:  # Without a heartbeat the worker must not go on.
-            self._post(self._context.break_down, f"the heartbeat of worker {self._worker} has ended: {error!r}")
+            asyncio.run(self._main())
+        except BaseException as error:
+            self._error = error
+            _call_on(self._home, self._broken.set)
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -149,10 +153,6 @@ class Heartbeat:
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self._work.result()  # It has failed: it never ends by itself.
-
-    def _cancel_work(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
 
     async def _beat_for_ever(self) -> None:
         """When a beat fails, begin again at once with a new connection: leases must be extended before half a lease has
@@ -174,7 +174,7 @@ class Heartbeat:
         if not self._failing:
             self._failing = True
             where = f"worker {self._worker} could not say that it is alive"
-            self._post(self._context.hooks.report_error, error, where)
+            _call_on(self._home, self._context.hooks.report_error, error, where)
         self._kill_the_unsure()
 
     async def _beat_until_broken(self, storage: Storage) -> None:
@@ -187,33 +187,23 @@ class Heartbeat:
                 news = self._failing or not self.is_heard
                 self._failing, self._beaten_at = False, time.monotonic()
                 if news:  # The claimer may claim again.
-                    self._post(self._context.claimer.changed)
+                    _call_on(self._home, self._context.claimer.changed.set)
                 await asyncio.sleep(min(SOONEST_S, self._every_s))
-                await self._until_nudged(began + self._every_s - loop.time())
+                await wait_at_most(began + self._every_s - loop.time(), self._nudged)
+                self._nudged.clear()
         except asyncio.CancelledError:
             await self._say_goodbye(storage)
             raise
 
-    async def _until_nudged(self, seconds: float) -> None:
-        """Until it is time for the next beat, or there is something to send."""
-        try:
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._nudged.wait()
-        except TimeoutError:
-            pass  # The usual rhythm.
-        self._nudged.clear()
-
     async def _say_goodbye(self, storage: Storage) -> None:
-        try:
+        with suppress(StorageUnavailable, TimeoutError):  # Then it is forgotten a little later.
             async with asyncio.timeout(GOODBYE_S):
-                await storage.announce(self._worker, self._snapshot.facts, ttl_ms=LEAVING_MS)
-        except (StorageUnavailable, TimeoutError):
-            pass  # It is forgotten a little later.
+                await storage.announce(self._worker, self._snapshot[0], ttl_ms=LEAVING_MS)
 
     async def _beat(self, storage: Storage) -> None:
         """Everything side by side: one slow queue must not cost the leases of another."""
         by_queue: dict[str, list[_Beaten]] = defaultdict(list)
-        for run in self._context.held_runs():
+        for run in list(self._context.held.values()):
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
@@ -230,45 +220,39 @@ class Heartbeat:
     async def _fresh_snapshot(self) -> WorkerSnapshot:
         """A new snapshot from the worker's loop; the one before, if the loop is blocked."""
         self._snapshot_made.clear()
-        self._post(self._make_snapshot)
-        try:
-            async with asyncio.timeout(min(SNAPSHOT_S, self._every_s / 4)):
-                await self._snapshot_made.wait()
-        except TimeoutError:
-            pass  # The loop is blocked, or busy.
+        _call_on(self._home, self._make_snapshot)
+        await wait_at_most(min(SNAPSHOT_S, self._every_s / 4), self._snapshot_made)
         return self._snapshot
 
     async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:
+        extend = partial(storage.extend, queue, worker=self._worker, lease_ms=self._lease_ms)
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
             sent_at = asyncio.get_running_loop().time()
             try:
-                reply = await self._send(storage, queue, [_lease(run, progress) for run, progress in beaten])
+                reply = await extend([LeaseRef(*run.key[1:], progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
                 where = f"worker {self._worker} could not send the progress of jobs in {queue}"
-                self._post(self._context.hooks.report_error, error, where)
-                reply = await self._send(storage, queue, [_lease(run, None) for run, _ in beaten])
+                _call_on(self._home, self._context.hooks.report_error, error, where)
+                reply = await extend([LeaseRef(*run.key[1:]) for run, _ in beaten])
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
                 if run.lease.progress is progress:
                     run.lease.progress = None  # Sent; a newer one may have come meanwhile.
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
-                self._post(self._context.lost, by_lease[lease.id, lease.fence])
+                _call_on(self._home, self._lost, by_lease[lease.id, lease.fence])
             for lease in reply.cancel_asked:
-                self._post(self._cancel_run, by_lease[lease.id, lease.fence])
-
-    async def _send(self, storage: Storage, queue: str, leases: list[LeaseRef]) -> Extended:
-        return await storage.extend(queue, leases, worker=self._worker, lease_ms=self._lease_ms)
+                _call_on(self._home, self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
 
     async def _announce(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        facts = (await snapshot).facts
+        facts, _ = await snapshot
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
         commands = await storage.announce(self._worker, facts, ttl_ms=ttl_ms)
         if commands.evict:
-            self._post(self._context.evict)
+            _call_on(self._home, self._evicted)
 
     async def _sweep(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        full_queues = (await snapshot).full_queues
+        _, full_queues = await snapshot
         for queue in await storage.ready(full_queues[:MAX_ITEMS]):
             await storage.sweep(queue)
 
@@ -288,12 +272,16 @@ class Heartbeat:
         """The storage does not answer. Runs that must end before another worker can have their lease are killed now, if
         another failed beat would be too late."""
         now = asyncio.get_running_loop().time()
-        for run in self._context.held_runs():
+        for run in list(self._context.held.values()):
             ends_at = run.lease.extended_at + self._lease_ms / 1000
             next_chance_at = now + self._every_s + min(SOONEST_S, self._every_s)
             if run.config.policy.dies_with_storage and next_chance_at >= ends_at:
-                self._post(self._kill_run, run, max(now, ends_at - self._lease_ms / 20_000))
+                kill_at = max(now, ends_at - self._lease_ms / 20_000)
+                _call_on(self._home, partial(self._context.executor.stop, run, "lease_lost", kill_at=kill_at))
 
 
-def _lease(run: Run, progress: bytes | None) -> LeaseRef:
-    return LeaseRef(run.job.id, fence_of(run.job), progress)
+def _call_on(loop: asyncio.AbstractEventLoop | None, function: Callable[..., object], *args: object) -> None:
+    """Call a function on the loop of another thread, unless that has not begun or has ended."""
+    if loop is not None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(function, *args)

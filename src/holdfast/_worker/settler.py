@@ -1,26 +1,30 @@
-"""The settler of a worker: sends settlements to the storage in batches, and again until it has answered. A job that has
-ended must not run again.
-
-`settle` takes a settlement; the worker's context gets the replies.
+"""The settler of a worker: decides how a run is settled, sends settlements to the storage in batches, and again until
+it has answered. A job that has ended must not run again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
-from holdfast._core.retry_policy import Policy, shrink_settlement
-from holdfast._worker.executor import Run
+from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement, verdict
+from holdfast._worker.executor import Run, wait_at_most
+from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage.validation import batches
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
+
+log = logging.getLogger("holdfast.worker")
 
 TRY_AGAIN_S = (0.1, 5.0)
 """After the storage could not be reached: the first pause and the longest."""
@@ -37,16 +41,11 @@ class PendingSettlement(msgspec.Struct, frozen=True):
     run: Run | None = None
 
 
-Settled = tuple[PendingSettlement, SettleResult | None]
-"""A settlement and the storage's reply. None: the settlement was not stored as far as is known, and the lease will
-expire."""
-
-
 class Settler:
-    """Settles jobs for one worker."""
-
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self._name = context.settings.name
+        self._rng = random.Random()
         self._waiting: dict[str, list[PendingSettlement]] = {}
         self._settling: set[str] = set()
         """Queues with a call on its way: one at a time for each queue, and no queue waits for another."""
@@ -57,7 +56,6 @@ class Settler:
 
     @property
     def busy(self) -> bool:
-        """Something waits, or is on its way."""
         return bool(self._waiting or self._settling)
 
     async def until_settled(self, queues: Collection[str]) -> None:
@@ -71,13 +69,22 @@ class Settler:
         self._waiting.setdefault(queue, []).append(pending)
         self._start(queue)
 
+    def decide(self, run: Run, ended: Ended) -> None:
+        """Decide how the job of a run is settled, and settle it."""
+        run.held = False
+        policy = run.config.policy
+        try:
+            settlement = verdict(run.job, ended, policy, self._rng)
+        except Exception as error:
+            settlement = verdict(run.job, Raised(error_from_exception(error, "permanent")), policy, self._rng)
+        self.settle(run.queue, PendingSettlement(run.job, settlement, policy, run))
+
     def end(self) -> None:
         """Nothing more will come: `run` ends when all is settled."""
         self._give_up_at = asyncio.get_running_loop().time() + GIVE_UP_S
         self._ending.set()
 
     async def run(self) -> None:
-        """Settle until `end`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -101,7 +108,11 @@ class Settler:
             await self._settle(queue, waiting)
         self._settling.discard(queue)
         self._one_settled.set()
-        self._context.settler_idle()
+        claimer = self._context.claimer
+        if self._context.settings.burst:  # What was settled may be ready again, and hints may come late.
+            for served in claimer.capacity.served:
+                claimer.capacity.wake(served)
+        claimer.changed.set()
 
     async def _settle(self, queue: str, waiting: list[PendingSettlement]) -> None:
         for batch in batches(waiting, _size):
@@ -113,7 +124,7 @@ class Settler:
             except Exception as error:
                 self._give_up(queue, batch, error)
             else:
-                self._context.settled(queue, list(zip(batch, replies, strict=True)))
+                self._settled(queue, batch, replies)
 
     async def _settle_one(self, queue: str, pending: PendingSettlement) -> None:
         """The storage has refused something in a batch, most likely a result that is too large. That job fails, because
@@ -132,37 +143,50 @@ class Settler:
                 self._give_up(queue, [pending], error)
                 return
             else:
-                self._context.settled(queue, [(msgspec.structs.replace(pending, settlement=settlement), reply)])
+                self._settled(queue, [msgspec.structs.replace(pending, settlement=settlement)], [reply])
                 return
-        self._context.settled(queue, [(pending, None)])
+        self._settled(queue, [pending], [None])
 
     def _give_up(self, queue: str, batch: Sequence[PendingSettlement], error: Exception) -> None:
-        self._context.settled(queue, [(pending, None) for pending in batch])
-        where = f"worker {self._context.settings.name} could not settle jobs of {queue}: they run again"
-        self._context.hooks.report_error(error, where)
+        self._settled(queue, batch, [None] * len(batch))
+        self._context.hooks.report_error(error, f"worker {self._name} could not settle jobs of {queue}: they run again")
+
+    def _settled(self, queue: str, batch: Sequence[PendingSettlement], replies: Sequence[SettleResult | None]) -> None:
+        """Forget these runs, and publish their events. A reply of None: the settlement was not stored as far as is
+        known, and the lease will expire."""
+        hooks = self._context.hooks
+        now = asyncio.get_running_loop().time()
+        every = bool(hooks.on_event) or jobs_log.isEnabledFor(logging.INFO)
+        for pending, reply in zip(batch, replies, strict=True):
+            run = pending.run
+            if run is not None:
+                self._context.held.pop(run.key, None)
+            if reply is SettleResult.LOST:
+                log.warning("job %r of %s is another's: what this run gave is refused", pending.job.id, queue)
+            elif reply is SettleResult.OK and (every or not isinstance(pending.settlement, Complete | Release)):
+                seconds = 0.0 if run is None or run.started_at is None else now - run.started_at
+                event = event_of(queue, pending.job, pending.settlement, seconds)
+                hooks.publish(event)
+                log_event(event, self._name)
 
     async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[SettleResult]:
         """Settle, and try again while the storage cannot be reached; once the end has come, for `GIVE_UP_S`."""
-        name = self._context.settings.name
         pause = TRY_AGAIN_S[0]
         while True:
             try:
                 async with asyncio.timeout_at(self._give_up_at):
-                    return await self._context.storage.settle(queue, batch, worker=name)
+                    return await self._context.storage.settle(queue, batch, worker=self._name)
             except TimeoutError:
                 raise StorageUnavailable("it could not be reached in time") from None
             except (StorageUnavailable, StorageFull) as error:
-                self._context.hooks.report_error(error, f"worker {name} could not settle jobs of {queue}")
-            try:
-                async with asyncio.timeout(pause):
-                    await self._ending.wait()
+                self._context.hooks.report_error(error, f"worker {self._name} could not settle jobs of {queue}")
+            await wait_at_most(pause, self._ending)
+            pause = min(2 * pause, TRY_AGAIN_S[1])
+            if self._ending.is_set():
                 await asyncio.sleep(TRY_AGAIN_S[0])
-            except TimeoutError:
-                pause = min(2 * pause, TRY_AGAIN_S[1])
 
 
 def _size(pending: PendingSettlement) -> int:
-    """Bytes that a settlement carries."""
     match pending.settlement:
         case Complete(result=result):
             return len(result or b"")

@@ -31,7 +31,15 @@ jobs_log = logging.getLogger("holdfast.jobs")
 MAX_NAMED_BYTES = 48_000
 """Bytes of queue names in a worker's record."""
 FORMATS = ("text", "json")
-"""Formats of log lines."""
+KINDS = {
+    Complete: EventKind.COMPLETED,
+    Fail: EventKind.FAILED,
+    Release: EventKind.RELEASED,
+    "retries": EventKind.RETRIED,
+    "stalls": EventKind.STALLED,
+    "timeouts": EventKind.TIMED_OUT,
+}
+"""What happened to a job, by the class of its settlement, or by what a retry counts."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +60,6 @@ ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
 """Gets an error that is not a job's own failure, and where it happened."""
 
 
-# Hooks
-
-
 class HookDispatcher:
     """Calls hooks with events and errors, in order and in a task apart from the work, so that a slow hook delays no
     job."""
@@ -67,7 +72,6 @@ class HookDispatcher:
         self._waiting: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
 
     def publish(self, event: RunEvent) -> None:
-        """Have the event hooks called with this event."""
         if self.on_event:
             self._waiting.put_nowait(event)
 
@@ -76,17 +80,14 @@ class HookDispatcher:
         self._waiting.put_nowait((error, where))
 
     async def run(self) -> None:
-        """Call hooks until `end`."""
         while (item := await self._waiting.get()) is not None:
             if isinstance(item, tuple):
                 await self._report_error(*item)
                 continue
             for hook in self.on_event:
                 try:
-                    if self._on_threads and not inspect.iscoroutinefunction(hook):
-                        await awaited(await asyncio.to_thread(hook, item))
-                    else:
-                        await awaited(hook(item))
+                    on_thread = self._on_threads and not inspect.iscoroutinefunction(hook)
+                    await awaited(await asyncio.to_thread(hook, item) if on_thread else hook(item))
                 except (Exception, SystemExit) as error:
                     await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
 
@@ -110,24 +111,10 @@ def log_error(error: BaseException, where: str) -> None:
     log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
 
 
-# Events of a worker
-
-
 def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> RunEvent:
-    """The event of a run that was settled in this way."""
-    kind = EventKind.RELEASED
-    error: bytes | None = None
-    match settlement:
-        case Complete():
-            kind = EventKind.COMPLETED
-        case Fail(error=error):
-            kind = EventKind.FAILED
-        case RetrySettlement(error=error, counts=counts):
-            kind = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}[counts]
-        case Release():
-            pass
+    error = settlement.error if isinstance(settlement, Fail | RetrySettlement) else None
     return RunEvent(
-        kind=kind,
+        kind=KINDS[settlement.counts if isinstance(settlement, RetrySettlement) else type(settlement)],
         queue=queue,
         id=job.id,
         attempt=job.attempts,
@@ -137,7 +124,6 @@ def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> Ru
 
 
 def log_event(event: RunEvent, worker: str) -> None:
-    """Log one line, without the payload."""
     error = "" if event.error is None else f": {escape_control(str(event.error))[:300]}"
     jobs_log.log(
         logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
@@ -157,18 +143,16 @@ def log_event(event: RunEvent, worker: str) -> None:
     )
 
 
-# The record of a worker
-
-
 def default_worker_name() -> str:
     """A name that no other worker has: host, process and a random part."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
-    """The record of a worker in this process."""
+    """The record of a worker in this process, with as many names of queues as it has space for."""
+    sizes = itertools.accumulate(len(name) + 4 for name in capacity.served)
     return {
-        "queues": _names_that_fit(list(capacity.served)),
+        "queues": [name for name, size in zip(capacity.served, sizes, strict=True) if size <= MAX_NAMED_BYTES],
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "version": VERSION,
@@ -179,12 +163,6 @@ def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
     }
 
 
-def _names_that_fit(names: Sequence[str]) -> list[str]:
-    """The first names, as many as a worker's record has space for."""
-    sizes = itertools.accumulate(len(name) + 4 for name in names)
-    return [name for name, size in zip(names, sizes, strict=True) if size <= MAX_NAMED_BYTES]
-
-
 # Log lines of `holdfast worker` and of child processes: ids and durations, no payloads
 
 
@@ -193,13 +171,6 @@ class Logs(msgspec.Struct, frozen=True):
 
     format: str
     level: str
-
-
-class TextLines(logging.Formatter):
-    """Log lines of text: time, level, message."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
 
 class JsonLines(logging.Formatter):
@@ -224,5 +195,6 @@ class JsonLines(logging.Formatter):
 def set_up_logging(logs: Logs) -> None:
     """Have everything that is logged in this process written to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    handler.setFormatter(JsonLines() if logs.format == "json" else text)
     logging.basicConfig(level=logs.level.upper(), handlers=[handler])

@@ -1,7 +1,7 @@
 """The worker that users hold: starts its parts, chooses the queues that it serves, and stops in good order.
 
-The parts are claimer, settler, heartbeat and an executor (inline.py, or the processes of pool.py); `WorkerContext` in
-context.py connects them and follows each run from claim to settlement.
+The parts are claimer, settler, heartbeat and an executor (`Inline`, or the processes of pool.py); `WorkerContext` is
+what they share. The claimer starts a run, the executor says that it has finished, the settler decides and settles.
 """
 
 from __future__ import annotations
@@ -9,20 +9,62 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Self
 
-from holdfast._core.capacity import QueueLoad
-from holdfast._worker.context import WorkerContext, WorkerSettings
-from holdfast._worker.executor import Executor
-from holdfast._worker.settler import GIVE_UP_S
+import msgspec
+
+from holdfast._core.retry_policy import QueueConfig
+from holdfast._worker.claimer import Claimer
+from holdfast._worker.executor import Executor, Run
+from holdfast._worker.heartbeat import Heartbeat
+from holdfast._worker.settler import GIVE_UP_S, Settler
 from holdfast._worker.telemetry import HookDispatcher
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
 from holdfast.storage.validation import FAILED_SUFFIX
 
 log = logging.getLogger("holdfast.worker")
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    queues: str | Sequence[str] | None = None
+    """Names or patterns of the queues to serve; None is all."""
+    lease_ms: int = 10_000
+    grace_s: float = 25.0
+    """How long runs may go on when the worker stops."""
+    concurrency: int | None = None
+    """Most runs at the same time."""
+    burst: bool = False
+    """End when nothing is ready any more."""
+    heartbeat: bool = True
+    """Extend leases while runs go on. False only where the clock of the storage stands still."""
+
+
+class WorkerContext:
+    """What the parts of one worker share. It is used on the worker's event loop; the heartbeat's thread reads settings
+    and copies `held`, which is one atomic step of the interpreter."""
+
+    def __init__(self, settings: WorkerSettings, executor: Executor, hooks: HookDispatcher) -> None:
+        self.settings = settings
+        self.executor = executor
+        self.hooks = hooks
+        self.storage: Storage
+        """The storage of the jobs, once the worker has opened it."""
+        self.configs: dict[str, QueueConfig] = {}
+        """What can be served, by queue."""
+        self.held: dict[tuple[str, str, int], Run] = {}
+        """Runs whose jobs are claimed and not yet settled, and whose leases are ours."""
+        self.stopping = asyncio.Event()
+        self.claimer = Claimer(self)
+        self.settler = Settler(self)
+        self.heartbeat = Heartbeat(self)
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.claimer.stop()
 
 
 class Worker:
@@ -39,10 +81,7 @@ class Worker:
         settings: WorkerSettings,
         hooks: HookDispatcher,
     ) -> None:
-        self._executor = executor
         self._open_storage = open_storage
-        self._settings = settings
-        self._hooks = hooks
         self._context = WorkerContext(settings, executor, hooks)
         self._stack = AsyncExitStack()
         self._main: asyncio.Task[None] | None = None
@@ -53,7 +92,7 @@ class Worker:
     @property
     def name(self) -> str:
         """The worker's name."""
-        return self._settings.name
+        return self._context.settings.name
 
     @property
     def started(self) -> bool:
@@ -63,7 +102,7 @@ class Worker:
     @property
     def queues(self) -> list[str]:
         """The queues that it serves."""
-        return self._context.claimer.queues
+        return list(self._context.claimer.capacity.served)
 
     @property
     def running(self) -> int:
@@ -77,10 +116,10 @@ class Worker:
             raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
         self._entered = True
         try:
-            await self._executor.open(self._context)
-            self._stack.push_async_callback(self._executor.close)
+            await self._context.executor.open(self._context)
+            self._stack.push_async_callback(self._context.executor.close)
             self._context.storage = await self._stack.enter_async_context(self._open_storage())
-            self._hooks.on_event += self._executor.event_hooks
+            self._context.hooks.on_event += self._context.executor.event_hooks
             self.reload_tasks()
         except BaseException:
             await self._stack.aclose()
@@ -108,7 +147,9 @@ class Worker:
 
     def stop(self, *, quick: bool = False) -> None:
         """Stop serving. `quick` gives runs hardly any more time."""
-        self._context.stop(quick=quick)
+        if quick:
+            self._context.executor.hurry()
+        self._context.stop()
 
     async def _serve(self) -> None:
         """Run all parts. Claimer and settler end by themselves, so that each job that was claimed is started or given
@@ -119,16 +160,17 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 settling = tasks.create_task(context.settler.run())
-                dispatching = tasks.create_task(self._hooks.run())
-                watching = tasks.create_task(self._watch())
-                await context.claimer.run()
+                dispatching = tasks.create_task(self._context.hooks.run())
+                watching = [tasks.create_task(part.watch()) for part in (self._context.executor, context.heartbeat)]
+                await tasks.create_task(context.claimer.run())
                 context.stopping.set()
-                self._executor.wind_down()
-                await context.end_runs(self._executor.runs, self._settings.grace_s)
+                self._context.executor.wind_down()
+                await self._context.executor.end_runs(self._context.executor.runs, self._context.settings.grace_s)
                 context.settler.end()
                 await settling
-                await self._hooks.end(dispatching, GIVE_UP_S)
-                watching.cancel()
+                await self._context.hooks.end(dispatching, GIVE_UP_S)
+                for task in watching:
+                    task.cancel()
         except Exception:
             log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
             raise
@@ -136,37 +178,25 @@ class Worker:
             await context.heartbeat.stop()
             log.info("worker %s has stopped", self.name)
 
-    async def _watch(self) -> None:
-        """Wait, and raise if a part that the worker depends on has broken down."""
-        executor = asyncio.ensure_future(self._executor.watch())
-        broken = asyncio.ensure_future(self._context.broken.wait())
-        try:
-            await asyncio.wait([executor, broken], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            executor.cancel()
-            broken.cancel()
-        if self._context.broken.is_set():
-            raise RuntimeError(self._context.why_broken)
-        if executor.done() and not executor.cancelled():
-            executor.result()
-
     # Queues
 
     def reload_tasks(self) -> None:
         """Serve what the executor runs now, with its present settings: at the start, and after code was loaded again.
         Queues that it cannot run any more are left, even if none remains."""
-        claimer, before = self._context.claimer, self._context.configs
-        self._context.configs = configs = {config.queue: config for config in self._executor.configs}
+        capacity, before = self._context.claimer.capacity, self._context.configs
+        self._context.configs = configs = {config.queue: config for config in self._context.executor.configs}
         for queue in set(self.queues) - set(configs):
-            claimer.leave(queue)
-        chosen = choose(configs, self._settings.queues)
+            capacity.leave(queue)
+        chosen = choose(configs, self._context.settings.queues)
         for queue in set(before) & set(self.queues) - set(chosen):
-            claimer.leave(queue)
-        self._serve_these(queue for queue in chosen if queue not in before or claimer.serves(queue))
+            capacity.leave(queue)
+        new = [queue for queue in chosen if queue not in before or queue in capacity.served]
+        self._context.claimer.serve(configs[queue] for queue in new)
 
     def serve(self, queues: str | Iterable[str]) -> list[str]:
         """Begin to serve these queues as well, by name or pattern. Returns all queues that are served then."""
-        self._serve_these(choose(self._context.configs, queues))
+        configs = self._context.configs
+        self._context.claimer.serve(configs[queue] for queue in choose(configs, queues))
         return self.queues
 
     async def stop_serving(self, queues: str | Iterable[str], *, grace: float | None = None) -> None:
@@ -174,16 +204,10 @@ class Worker:
         given; the rest is stopped and goes back uncounted. Returns when they are over."""
         names = set(choose(self._context.configs, queues))
         for queue in names:
-            self._context.claimer.leave(queue)
-        runs = [run for run in self._executor.runs if run.queue in names]
-        await self._context.end_runs(runs, self._settings.grace_s if grace is None else grace)
+            self._context.claimer.capacity.leave(queue)
+        runs = [run for run in self._context.executor.runs if run.queue in names]
+        await self._context.executor.end_runs(runs, self._context.settings.grace_s if grace is None else grace)
         await self._context.settler.until_settled(names)
-
-    def _serve_these(self, queues: Iterable[str]) -> None:
-        configs = [self._context.configs[queue] for queue in queues]
-        self._context.claimer.serve(
-            QueueLoad(config.queue, config.size, config.concurrency, config.queue_priority) for config in configs
-        )
 
 
 def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str]:

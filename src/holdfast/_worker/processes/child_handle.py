@@ -8,31 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, TimedOut
-from holdfast._worker.executor import Run, StopReason
-from holdfast._worker.processes.messages import (
-    Begin,
-    Broken,
-    ChildChannel,
-    Finished,
-    FromChild,
-    Hello,
-    Leave,
-    Ping,
-    Pong,
-    Progress,
-    Refused,
-    Start,
-    Stop,
-    frame_limit,
-    without_odd_id,
-)
+from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason
+from holdfast._worker.executor import Run, wait_until
+from holdfast._worker.handler import timed_out
+from holdfast._worker.processes import messages
+from holdfast._worker.processes.messages import Begin, ChildChannel, FromChild, Hello, frame_limit, without_odd_id
 from holdfast._worker.processes.os_process import Process
-from holdfast._worker.run import timed_out
 from holdfast.errors import HoldfastError, JobError, OptionError
 
 if TYPE_CHECKING:
@@ -61,8 +45,6 @@ class ChildStartError(HoldfastError):
 
 
 class ChildState(Enum):
-    """Where a child is in its life."""
-
     STARTING = auto()
     OPEN = auto()
     """It takes runs."""
@@ -73,9 +55,7 @@ class ChildState(Enum):
 
 
 class ChildHandle:
-    """One child process."""
-
-    def __init__(self, number: int, pool: Pool, begin: Begin, *, spare: bool, drain_grace_s: float) -> None:
+    def __init__(self, number: int, pool: Pool, begin: Begin, *, spare: bool) -> None:
         self.number = number
         self.spare = spare
         """It is for isolated runs, one at a time."""
@@ -93,8 +73,7 @@ class ChildHandle:
         self.idle_since = 0.0
         self._begin = begin
         self._pool = pool
-        self._drain_grace_s = drain_grace_s
-        self._answer: Hello | Broken | None = None
+        self._answer: Hello | messages.Broken | None = None
         self._kill_pending_at: float | None = None
         """Since when it has had a run that does not stop."""
         self._leaving_at: float | None = None
@@ -107,6 +86,7 @@ class ChildHandle:
         self._changed = asyncio.Event()
         self.process = Process("holdfast._worker.processes.child_main", begin.worker)
         self._channel: ChildChannel[FromChild] = ChildChannel(FromChild, self)
+        self.send = self._channel.send
 
     @property
     def open(self) -> bool:
@@ -123,11 +103,10 @@ class ChildHandle:
     # From start to end
 
     async def live(self) -> None:
-        """All of its life: from its start to its certain death."""
         try:
             self.process.watch(self.end)
             await self._channel.connect(self.process.end)
-            self._channel.send(self._begin)
+            self.send(self._begin)
             self.hello = await self._greeting()
             self._channel.limit = frame_limit(self.hello.max_payload)
             self.idle_since = _now()
@@ -154,7 +133,7 @@ class ChildHandle:
                 await wait_until(self._changed, lambda: self._answer is not None or self.state is ChildState.OVER)
         except TimeoutError:
             self.end(f"it was not ready within {START_S:g} s")
-        if isinstance(self._answer, Broken):
+        if isinstance(self._answer, messages.Broken):
             raise (OptionError if self._answer.mistake else ChildStartError)(self._answer.message)
         if self._answer is None or self.state is ChildState.OVER:
             why = await self.process.kill_and_wait(EXIT_S) or self._cause
@@ -172,13 +151,10 @@ class ChildHandle:
             self._cause = cause
             self._move(ChildState.OVER)
 
-    def channel_broken(self, why: str) -> None:
-        """It is over because of what it did, however it ends now."""
-        self._misbehaved = self._misbehaved or self.state is not ChildState.OVER
-        self.end(why)
-
-    def channel_lost(self, why: str) -> None:
-        """Its connection has ended: it has exited, or a handler has closed the connection."""
+    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+        """It has exited, or a handler has closed its connection; or it has misbehaved, and that is why it is over,
+        however it ends now."""
+        self._misbehaved = self._misbehaved or (misbehaved and self.state is not ChildState.OVER)
         self.end(why)
 
     def kill(self) -> None:
@@ -194,9 +170,8 @@ class ChildHandle:
         probe = self.process.probe
         blamed = self.runs.get(self._executing[0]) if self._executing == probe.read() else None
         for number, run in list(self.runs.items()):
-            self._finished(
-                number, _ended_with_process(run, error, blamed, begun=probe.has_begun(number), killed=self.killed)
-            )
+            begun = probe.has_begun(number)
+            self._finished(number, _ended_with_process(run, error, blamed, begun=begun, killed=self.killed))
 
     # Going
 
@@ -219,7 +194,7 @@ class ChildHandle:
             self.kill()
         elif self._leaving_at is None and self.state is not ChildState.OVER:
             self._leaving_at = _now()
-            self._channel.send(Leave())
+            self.send(messages.Leave())
             if self.state is ChildState.OPEN:
                 self._move(ChildState.RETIRING)
 
@@ -231,7 +206,7 @@ class ChildHandle:
             self.leave()
         elif self._kill_pending_at is not None:
             overdue = sum(run.overdue for run in self.runs.values())
-            late = now >= self._kill_pending_at + self._drain_grace_s
+            late = now >= self._kill_pending_at + self._pool.settings.drain_grace_s
             if overdue == 0:
                 self._kill_pending_at = None  # It ended after all.
             elif overdue == len(self.runs) or late or self.is_unresponsive(now):
@@ -244,55 +219,45 @@ class ChildHandle:
         """Every quarter of a second: does it answer, and which run does it execute?"""
         if self.hello is None or self.state is ChildState.OVER:
             return
-        self._executing = self.process.probe.read()
+        self._executing, has_begun = self.process.probe.read(), self.process.probe.has_begun
         if self._channel.part_since is not None and now >= self._channel.part_since + PART_S:
-            self.channel_broken("it sent half a frame, and no more")
+            self.channel_ended("it sent half a frame, and no more", misbehaved=True)
         elif self._pinged_at is None and (self.runs or not self.open or number % IDLE_PINGS == 0):
             self._pinged_at = now
-            self._channel.send(Ping())
-        elif self._pinged_at is not None and now >= self._pinged_at + LOST_S and not self._has_begun_something():
+            self.send(messages.Ping())
+        elif self._pinged_at is not None and now >= self._pinged_at + LOST_S and not any(map(has_begun, self.runs)):
             log.warning("child %d does not answer, and has nothing to do: it is replaced", self.process.pid)
             self.kill()
         self._check_retired(now)
 
-    def _has_begun_something(self) -> bool:
-        return any(self.process.probe.has_begun(number) for number in self.runs)
-
     # Runs
 
     def give(self, run: Run) -> None:
-        """Have it run a job."""
         self.taken += 1
         self.runs[self.taken] = run
         job, id = without_odd_id(run.job)
-        self._channel.send(Start(self.taken, run.queue, job, id))
+        self.send(messages.Start(self.taken, run.queue, job, id))
 
     def stop(self, run: Run, why: StopReason) -> None:
-        """Tell it to stop a run."""
         number = next(number for number, given in self.runs.items() if given is run)
-        self._channel.send(Stop(number, why))
+        self.send(messages.Stop(number, why))
 
-    def send(self, message: object) -> None:
-        """Send a message for the app's hooks."""
-        self._channel.send(message)
-
-    def received(self, messages: list[FromChild]) -> None:
-        """Messages have come from the child."""
-        for message in messages:
+    def received(self, batch: list[FromChild]) -> None:
+        for message in batch:
             match message:
-                case Finished(number, ended):
+                case messages.Finished(number, ended):
                     self._finished(number, ended)
-                case Refused(number):
+                case messages.Refused(number):
                     if number in self.runs:
                         self._pool.refused(self.runs[number])
                     self._finished(number, Stopped("not_started"))
-                case Progress(number, progress):
+                case messages.Progress(number, progress):
                     if number in self.runs:
                         self._pool.progressed(self.runs[number], progress)
-                case Pong(memory):
+                case messages.Pong(memory):
                     self._pinged_at = None
                     self._pool.child_answered(self, memory)
-                case Hello() | Broken():
+                case Hello() | messages.Broken():
                     self._answer = self._answer or message
                     self._changed.set()
         now = _now()
@@ -307,7 +272,7 @@ class ChildHandle:
 
     def unsendable(self, message: Any, error: Exception) -> None:
         """A job cannot be sent: it would not be possible a second time."""
-        if isinstance(message, Start):
+        if isinstance(message, messages.Start):
             refused = JobError(type="PayloadRejected", kind="permanent", message=f"it cannot reach a child: {error}")
             self._finished(message.number, Raised(refused))
 
@@ -319,17 +284,10 @@ def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun:
         return Stopped("not_started")
     if run.stopping == "timeout":
         innocent = blamed is not None and blamed.overdue and blamed is not run
-        return Stopped("neighbour") if innocent else TimedOut(timed_out())
+        return Stopped("neighbour") if innocent else timed_out()
     if run.stopping is not None:
         return Stopped(run.stopping)
     return Stopped("neighbour") if killed else Crashed(error)
-
-
-async def wait_until(changed: asyncio.Event, is_so: Callable[[], bool]) -> None:
-    """Wait until a condition holds. `changed` is set whenever it may have become true."""
-    while not is_so():
-        changed.clear()
-        await changed.wait()
 
 
 def _now() -> float:

@@ -15,38 +15,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Generator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from types import coroutine
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
 from holdfast import errors
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
-from holdfast._worker.app_loader import import_app
-from holdfast._worker.app_parts import RunnableApp, app_parts, open_lazily
-from holdfast._worker.handler import AppHooks, Handler
-from holdfast._worker.inline import Runner
-from holdfast._worker.processes.messages import (
-    Begin,
-    Broken,
-    ChildChannel,
-    Finished,
-    Happened,
-    Hello,
-    HookError,
-    Leave,
-    Ping,
-    Pong,
-    Progress,
-    Refused,
-    Start,
-    Stop,
-    ToChild,
-    encode,
-    frame_limit,
-    receive,
-)
+from holdfast._worker.app_loader import RunnableApp, app_parts, import_app
+from holdfast._worker.handler import Runner
+from holdfast._worker.processes import messages
+from holdfast._worker.processes.messages import Begin, ChildChannel, Finished, ToChild
 from holdfast._worker.processes.os_process import LoopProbe, attach_probe, is_child_of, memory
 from holdfast._worker.telemetry import HookDispatcher, set_up_logging
 from holdfast.errors import HoldfastError, JobError, OptionError
@@ -61,62 +42,43 @@ HOOKS_S = 4.0
 log = logging.getLogger("holdfast")
 
 
-class Probed:
-    """Awaits the coroutine of a run, and notes in a probe when the loop executes it."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Ended], probe: LoopProbe, number: int) -> None:
-        self._coroutine = coroutine
-        self._begin, self._end = partial(probe.begin, number), probe.end
-
-    def __await__(self) -> Generator[Any, None, Ended]:
-        steps = self._coroutine.__await__()
-        error: BaseException | None = None
-        while True:
-            self._begin()
-            try:
-                wish = next(steps) if error is None else steps.throw(error)
-            except StopIteration as returned:
-                ended: Ended = returned.value
-                return ended
-            finally:
-                self._end()
-            try:
-                yield wish
-                error = None
-            except GeneratorExit:
-                steps.close()
-                raise
-            except BaseException as thrown:
-                error = thrown
+@coroutine
+def _probed_steps(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]) -> Generator[Any, None, Ended]:
+    error: BaseException | None = None
+    while True:
+        probe.begin(number)
+        try:
+            wish = run.send(None) if error is None else run.throw(error)
+        except StopIteration as returned:
+            ended: Ended = returned.value
+            return ended
+        finally:
+            probe.end()
+        try:
+            yield wish
+            error = None
+        except GeneratorExit:
+            run.close()
+            raise
+        except BaseException as thrown:
+            error = thrown
 
 
-class ProbedRunner(Runner[int]):
-    """A runner that shows the parent which run the loop executes: should one block the loop, the parent sees which."""
-
-    def __init__(self, hooks: AppHooks, child: ChildRuntime, probe: LoopProbe) -> None:
-        super().__init__(hooks, THREADS, child)
-        self._probe = probe
-
-    def _wrap(self, key: int, run: Coroutine[Any, Any, Ended]) -> Coroutine[Any, Any, Ended]:
-        return _awaited(Probed(run, self._probe, key))
-
-
-async def _awaited(run: Probed) -> Ended:
-    return await run
+async def _probed(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]) -> Ended:
+    """Await a run, and note in a probe when the loop executes it: should it block the loop, the parent sees which run
+    does."""
+    return await _probed_steps(probe, number, run)
 
 
 class ChildRuntime:
-    """One child, with its app."""
-
     def __init__(self, app: RunnableApp, probe: LoopProbe) -> None:
-        self._app = app
         self._parts = parts = app_parts(app)
-        self._handlers: dict[str, Handler] = {handler.queue: handler for handler in parts.handlers}
+        self._handlers = {handler.queue: handler for handler in parts.handlers}
         for handler in parts.handlers:
             handler.check()
         self._leaving = asyncio.Event()
         self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
-        self._runner = ProbedRunner(parts.hooks, self, probe)
+        self._runner = Runner(parts.hooks, THREADS, self.finished, self.progressed, partial(_probed, probe))
         self._hooks = HookDispatcher(parts.on_event, parts.hooks.report_error, on_threads=True)
 
     async def serve(self, end: socket.socket) -> None:
@@ -125,14 +87,16 @@ class ChildRuntime:
         await self._channel.connect(end)
         async with AsyncExitStack() as stack:
             try:
-                await self._get_ready(stack)
+                await stack.enter_async_context(self._parts.open_lazily())
+                if self._parts.lifespan is not None:
+                    self._runner.resources = await stack.enter_async_context(self._parts.lifespan())
             except Exception:
                 message = f"the app's lifespan could not be entered:\n{traceback.format_exc().rstrip()}"
-                self._channel.send(Broken(message, mistake=True))
+                self._channel.send(messages.Broken(message, mistake=True))
                 self._channel.flush()
                 return
             dispatching = asyncio.create_task(self._hooks.run())
-            self._channel.send(self._hello())
+            self._greet()
             try:
                 await self._leaving.wait()
             except asyncio.CancelledError:
@@ -140,54 +104,46 @@ class ChildRuntime:
             await self._hooks.end(dispatching, HOOKS_S)
             self._runner.close()
 
-    async def _get_ready(self, stack: AsyncExitStack) -> None:
-        await stack.enter_async_context(open_lazily(self._app))
-        if self._parts.lifespan is not None:
-            self._runner.resources = await stack.enter_async_context(self._parts.lifespan())
-
-    def _hello(self) -> Hello:
+    def _greet(self) -> None:
         parts = self._parts
-        self._channel.limit = frame_limit(parts.max_payload)
-        return Hello(
-            configs=[handler.config for handler in self._handlers.values()],
+        self._channel.limit = messages.frame_limit(parts.max_payload)
+        hello = messages.Hello(
+            configs=[handler.config for handler in parts.handlers],
             url=parts.url,
             namespace=parts.namespace,
             max_payload=parts.max_payload,
             hooks=bool(parts.on_event),
             error_hooks=bool(parts.hooks.errors),
         )
+        self._channel.send(hello)
 
-    def received(self, messages: list[ToChild]) -> None:
-        """Messages have come from the parent."""
-        for message in messages:
+    def received(self, batch: list[ToChild]) -> None:
+        for message in batch:
             match message:
-                case Start(number, queue, job, id):
+                case messages.Start(number, queue, job, id):
                     job = job if id is None else replace(job, id=id.decode("utf-8", "surrogateescape"))
                     if queue in self._handlers:
                         self._runner.start(number, self._handlers[queue], job)
                     else:
-                        self._channel.send(Refused(number))
-                case Stop(number, why):
+                        self._channel.send(messages.Refused(number))
+                case messages.Stop(number, why):
                     self._runner.stop(number, why)
-                case Ping():
-                    self._channel.send(Pong(memory()))
-                case Happened(event, id):
+                case messages.Ping():
+                    self._channel.send(messages.Pong(memory()))
+                case messages.Happened(event, id):
                     event = event if id is None else replace(event, id=id.decode("utf-8", "surrogateescape"))
                     self._hooks.publish(event)
-                case HookError(error, text, where):
+                case messages.HookError(error, text, where):
                     self._hooks.report_error(_rebuilt(error, text), where)
-                case Leave():
+                case messages.Leave():
                     self._leaving.set()
-                case Begin():
-                    pass  # That was the first one, and is done.
 
     def finished(self, number: int, ended: Ended) -> None:
-        """A run is over."""
         self._channel.send(Finished(number, ended))
 
     def progressed(self, number: int, progress: bytes) -> None:
         """A run has new progress. From any thread."""
-        self._loop.call_soon_threadsafe(self._channel.send, Progress(number, progress))
+        self._loop.call_soon_threadsafe(self._channel.send, messages.Progress(number, progress))
 
     def unsendable(self, message: Any, error: Exception) -> None:
         """A result or an error cannot be sent. What msgpack cannot carry is most likely in the error's details."""
@@ -195,24 +151,17 @@ class ChildRuntime:
             return
         ended = message.ended
         if isinstance(ended, Raised | TimedOut) and ended.error.details is not None:
-            self._channel.send(Finished(message.number, replace(ended, error=replace(ended.error, details=None))))
+            ended = replace(ended, error=replace(ended.error, details=None))
         else:
-            refused = JobError(
-                type="PayloadRejected", kind="permanent", message=f"what it gave cannot be sent: {error}"
-            )
-            self._channel.send(Finished(message.number, Raised(refused)))
+            why = f"what it gave cannot be sent: {error}"
+            ended = Raised(JobError(type="PayloadRejected", kind="permanent", message=why))
+        self.finished(message.number, ended)
 
-    def channel_broken(self, why: str) -> None:
-        """The parent never sends anything but frames: a handler has written to our connection."""
-        self.channel_lost(why)
-
-    def channel_lost(self, why: str) -> None:
-        """The parent is gone, or a handler has closed our connection. This process ends, with the processes that
-        handlers have started."""
-        try:
+    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+        """The parent is gone, or a handler has closed our connection or written to it. This process ends, with the
+        processes that handlers have started."""
+        with suppress(ProcessLookupError):  # A handler has moved us to another group, which is none of our business.
             os.killpg(os.getpid(), signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # A handler has moved us to another group, which is none of our business.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -265,7 +214,7 @@ def main() -> None:
     end.set_inheritable(False)
     probe = attach_probe(page)
     try:
-        begin = receive(end, Begin)
+        begin = messages.receive(end, Begin)
     except EOFError:
         return
     try:
@@ -277,7 +226,7 @@ def main() -> None:
         app = import_app(begin.target, RunnableApp)  # type: ignore[type-abstract]
         child = ChildRuntime(app, probe)
     except HoldfastError as error:
-        end.sendall(encode([Broken(str(error), isinstance(error, OptionError))])[0])
+        end.sendall(messages.encode([messages.Broken(str(error), isinstance(error, OptionError))])[0])
         sys.exit(1)
     with asyncio.Runner() as runner:
         try:

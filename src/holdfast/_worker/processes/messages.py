@@ -15,8 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast._core.jobs import Job
-from holdfast._core.retry_policy import Ended, QueueConfig
-from holdfast._worker.executor import StopReason
+from holdfast._core.retry_policy import Ended, QueueConfig, StopReason
 from holdfast._worker.telemetry import Logs, RunEvent
 
 MAX_FRAME_BYTES = 1 << 26
@@ -53,8 +52,6 @@ class Start(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Ask a run to end."""
-
     number: int
     why: StopReason
 
@@ -64,15 +61,11 @@ class Ping(Message, frozen=True):
 
 
 class Happened(Message, frozen=True):
-    """An event for the app's hooks."""
-
     event: RunEvent
     id: bytes | None
 
 
 class HookError(Message, frozen=True):
-    """An error for the app's error hooks."""
-
     error: str
     """The name of its class."""
     message: str
@@ -99,16 +92,12 @@ class Hello(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """The app could not be loaded."""
-
     message: str
     mistake: bool
     """It is the user's, not ours."""
 
 
 class Finished(Message, frozen=True):
-    """A run is over."""
-
     number: int
     ended: Ended
 
@@ -120,28 +109,22 @@ class Refused(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """A run has new progress."""
-
     number: int
     progress: bytes
 
 
 class Pong(Message, frozen=True):
-    """Answer to a Ping."""
-
     memory: int
     """Bytes that the child has in memory."""
 
 
-ToChild = Begin | Start | Stop | Ping | Happened | HookError | Leave
+ToChild = Start | Stop | Ping | Happened | HookError | Leave
 FromChild = Hello | Broken | Finished | Refused | Progress | Pong
 
 M = TypeVar("M")
+V = TypeVar("V", Job, RunEvent)
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-V = TypeVar("V", Job, RunEvent)
 
 
 def without_odd_id(value: V) -> tuple[V, bytes | None]:
@@ -174,11 +157,8 @@ class ChannelOwner(Protocol[M]):
     def received(self, messages: list[M], /) -> None:
         """Messages have come, in order."""
 
-    def channel_broken(self, why: str, /) -> None:
-        """The other end has sent bytes that are not a frame."""
-
-    def channel_lost(self, why: str, /) -> None:
-        """The connection has ended."""
+    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+        """The connection has ended, or the other end has `misbehaved`: it has sent bytes that are not a frame."""
 
     def unsendable(self, message: Any, error: Exception, /) -> None:
         """A message cannot be encoded, or is too long."""
@@ -221,13 +201,12 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
             if len(out) == 1:
                 self._owner.unsendable(out[0], error)
-                return
-            for message in out:
+            for message in out if len(out) > 1 else ():
                 self._out.append(message)
                 self.flush()
-            return
-        for frame in frames:
-            self._transport.write(frame)
+        else:
+            for frame in frames:
+                self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -252,18 +231,16 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
             at = end
             self._owner.received(messages)
         del self._buffer[:at]
-        if not self._buffer:
-            self.part_since = None
-        else:
-            self.part_since = asyncio.get_running_loop().time()
+        self.part_since = asyncio.get_running_loop().time() if self._buffer else None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._owner.channel_lost("it closed its connection" if exc is None else f"its connection broke ({exc})")
+        why = "it closed its connection" if exc is None else f"its connection broke ({exc})"
+        self._owner.channel_ended(why, misbehaved=False)
 
     def _fail(self, why: str) -> None:
         self._buffer.clear()
         self.part_since = None
-        self._owner.channel_broken(why)
+        self._owner.channel_ended(why, misbehaved=True)
         self.close()
 
 

@@ -17,14 +17,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from holdfast.errors import OptionError
 
 F_SEAL_FUTURE_WRITE = 0x10
 GROUP_POLLS, GROUP_POLL_S = 100, 0.01
 """How often to check whether the last process of a killed group is gone, and the pause between two checks."""
-
 
 _in_child = False
 
@@ -63,8 +62,6 @@ def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
 
 
 class Process:
-    """A child process, and our end of the way to it."""
-
     def __init__(self, module: str, name: str) -> None:
         """Start `python -m module`. `name` is shown by ps. The child gets two file descriptors, its end of the
         socket pair and the memory of its probe, and its parent's process id."""
@@ -100,8 +97,6 @@ class Process:
             self._ours = ours.pop_all()
 
     def watch(self, exited: Callable[[], None]) -> None:
-        """Have `exited` called when the process has ended."""
-
         def end() -> None:
             self._exited.set()
             exited()
@@ -119,30 +114,25 @@ class Process:
 
         def wait() -> None:
             self._process.wait()
-            try:
+            with suppress(RuntimeError):  # The loop has closed.
                 loop.call_soon_threadsafe(end)
-            except RuntimeError:
-                pass  # The loop has closed.
 
         threading.Thread(target=wait, name=f"holdfast-child-{self.pid}", daemon=True).start()
 
     def kill(self) -> None:
         """Kill the process and all of its group, whatever they are doing."""
         if self._process.returncode is None:  # Until it is reaped, no other process can have its number.
-            try:
+            with suppress(ProcessLookupError, PermissionError):
+                # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
                 os.killpg(self.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
             self._process.kill()
 
     async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
         """Kill it, unless it ends by itself in time, and return when it is certainly gone: how it ended, if that was by
         itself."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._exited.wait()
-        except TimeoutError:
-            pass  # It gets no more time.
         by_itself = self._exited.is_set()
         self.kill()
         await self._exited.wait()
@@ -151,7 +141,6 @@ class Process:
         return exit_reason(self._process.returncode) if by_itself else None
 
     def close(self) -> None:
-        """Let go of what is left of it here."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -199,7 +188,6 @@ def _pidfd(pid: int) -> int | None:
 
 
 def exit_reason(returncode: int | None) -> str:
-    """How a process ended, in words."""
     if returncode is None or returncode >= 0:
         return f"it exited with status {returncode}"
     try:
@@ -223,8 +211,7 @@ class LoopProbe:
 
     def __init__(self, page: mmap.mmap | None) -> None:
         self._page = page
-        self._bytes = None if page is None else memoryview(page)
-        self._now = None if self._bytes is None else self._bytes.cast("Q")
+        self._now = None if page is None else memoryview(page).cast("Q")
 
     def begin(self, number: int) -> None:
         """The loop begins to execute run `number`. Runs have rising numbers, and begin in that order."""
@@ -248,11 +235,10 @@ class LoopProbe:
         return self._now is None or number <= self._now[2]
 
     def close(self) -> None:
-        if self._now is not None and self._bytes is not None and self._page is not None:
+        if self._now is not None and self._page is not None:
             self._now.release()
-            self._bytes.release()
             self._page.close()
-            self._now = self._bytes = self._page = None
+            self._now = self._page = None
 
 
 def create_probe() -> tuple[int, LoopProbe]:
@@ -301,7 +287,6 @@ def is_child_of(parent: int) -> None:
 
 
 def memory() -> int:
-    """Bytes that this process has in memory."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast._core.retry_policy import Ended, QueueConfig, Stopped
-from holdfast._worker.executor import Executor, Run, StopReason
-from holdfast._worker.processes.child_handle import ChildHandle, ChildStartError, ChildState, wait_until
-from holdfast._worker.processes.hook_forwarder import HookForwarder
-from holdfast._worker.processes.messages import Begin, Hello
-from holdfast._worker.telemetry import Logs, OnEvent, log_error
+from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason
+from holdfast._worker.executor import Executor, Run, wait_until
+from holdfast._worker.processes.child_handle import ChildHandle, ChildStartError, ChildState
+from holdfast._worker.processes.messages import Begin, Happened, Hello, HookError, without_odd_id
+from holdfast._worker.telemetry import Logs, OnEvent, RunEvent, log_error
 from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
 if TYPE_CHECKING:
-    from holdfast._worker.context import WorkerContext
+    from holdfast._worker.worker import WorkerContext
 
 CAPACITY = 100
 """Units of one child."""
@@ -40,13 +39,13 @@ SPARE_IDLE_S = 10.0
 """A spare child is kept this long for the next isolated run."""
 RESTART_S = (0.1, 5.0)
 """After a child that could not start: the first pause, and the longest."""
+MAX_HOOK_CALLS = 10_000
+"""Events for the app's hooks that wait for a child that can take them; the oldest are dropped."""
 
 log = logging.getLogger("holdfast.worker")
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a pool."""
-
     target: str
     """Where children find the app: `module:name`."""
     path: Sequence[str]
@@ -66,18 +65,17 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pool(Executor):
-    """Child processes: started, given runs, checked and replaced."""
-
     name = "processes"
     host_capacity = CAPACITY
 
     def __init__(self, settings: PoolSettings) -> None:
         super().__init__()
-        self._settings = settings
+        self.settings = settings
         self._begin = Begin(VERSION, settings.worker, settings.target, list(settings.path), settings.logs)
         self.kill_allowance_s = settings.drain_grace_s + 2.0
         self._children: dict[int, ChildHandle] = {}
-        self._forwarder = HookForwarder(self._children)
+        self._hook_calls: deque[Happened | HookError] = deque(maxlen=MAX_HOOK_CALLS)
+        self._hook_child: ChildHandle | None = None
         self._numbers = itertools.count(1)
         self._unplaced: deque[Run] = deque()
         """Runs that wait for a host."""
@@ -86,7 +84,6 @@ class Pool(Executor):
         self._restart_at = 0.0
         self._reloading: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """Set when the state of a child has changed."""
         self._winding_down = False
         self._closing = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -95,7 +92,6 @@ class Pool(Executor):
     # From start to end
 
     async def open(self, context: WorkerContext) -> None:
-        """Start the first child, and have it load the app."""
         await super().open(context)
         started = asyncio.Event()
         self._main = asyncio.create_task(self._supervise(started), name="holdfast pool")
@@ -139,7 +135,6 @@ class Pool(Executor):
         self._winding_down = True
 
     async def close(self) -> None:
-        """Have every child leave, and kill those that do not."""
         self._closing.set()
         if self._main is not None:
             await asyncio.shield(self._main)
@@ -161,7 +156,7 @@ class Pool(Executor):
             for child in list(self._children.values()):
                 child.check(number, now)
                 if child.open:
-                    self._capacity.set_responsive(child.number, not child.is_unresponsive(now))
+                    self._capacity.hosts[child.number].unresponsive = child.is_unresponsive(now)
                     if child.spare and not child.runs and now >= child.idle_since + SPARE_IDLE_S:
                         child.retire()
             self._fill()
@@ -170,9 +165,8 @@ class Pool(Executor):
     # Children come and go
 
     def _spawn(self, *, spare: bool = False) -> ChildHandle:
-        number, grace_s = next(self._numbers), self._settings.drain_grace_s
         try:
-            child = ChildHandle(number, self, self._begin, spare=spare, drain_grace_s=grace_s)
+            child = ChildHandle(next(self._numbers), self, self._begin, spare=spare)
         except OSError as error:
             raise ChildStartError(f"a child process could not be started: {error}") from error
         keeping = self._keep(child)
@@ -193,28 +187,22 @@ class Pool(Executor):
             self._closing.set()  # The pool is cancelled, or breaks down: no more children.
             raise
         finally:
-            self._gone(child)
-
-    def _gone(self, child: ChildHandle) -> None:
-        del self._children[child.number]
-        if child.hello is not None:
-            self._capacity.drop_host(child.number)
-        if child.failure is not None:
-            self._could_not_start(child.failure, spare=child.spare)
-        elif child.crashed and not child.taken:
-            self._wait_before_the_next()  # No handler ran in it: the next one may end likewise.
-        self._changed.set()
-        self._refresh()
+            del self._children[child.number]
+            if child.failure is not None:
+                self._could_not_start(child.failure, spare=child.spare)
+            elif child.crashed and not child.taken:
+                self._wait_before_the_next()  # No handler ran in it: the next one may end likewise.
+            self._changed.set()
+            self._refresh()
 
     def child_moved(self, child: ChildHandle) -> None:
-        """A child is in another state."""
         self._changed.set()
         if child.hello is None:
             return  # It could not start: it is not known why before it is gone.
         if child.state is ChildState.OPEN:
             self._capacity.open_host(child.number, spare=child.spare)
             self._retire_one_too_many()
-            self._forwarder.flush()
+            self._call_hooks()
         else:
             self._capacity.close_host(child.number)
         self._refresh()
@@ -222,14 +210,16 @@ class Pool(Executor):
     def _refresh(self) -> None:
         self._fill()
         self._place_waiting()
-        self._context.claimer.changed()
+        self._context.claimer.changed.set()
 
     def _fill(self) -> None:
         """Start the children that are missing. One that is to be replaced counts as gone: its successor comes
         first."""
-        usual = [child for child in self._children.values() if not child.spare]
-        present = [child for child in usual if child.state in (ChildState.STARTING, ChildState.OPEN)]
-        self._start(self._settings.processes - sum(not child.to_be_replaced for child in present))
+        self._start(self.settings.processes - sum(not child.to_be_replaced for child in self._present(spare=False)))
+
+    def _present(self, *, spare: bool) -> list[ChildHandle]:
+        states = (ChildState.STARTING, ChildState.OPEN)
+        return [child for child in self._children.values() if child.spare is spare and child.state in states]
 
     def _start(self, count: int, *, spare: bool = False) -> None:
         """Start children, unless the worker ends, or it was tried in vain a moment ago."""
@@ -260,7 +250,7 @@ class Pool(Executor):
     def _retire_one_too_many(self) -> None:
         """A successor is ready: a child that is to be replaced retires, the oldest if there is none."""
         present = [child for child in self._children.values() if child.open and not child.spare]
-        if len(present) > self._settings.processes:
+        if len(present) > self.settings.processes:
             min(present, key=lambda child: (not child.to_be_replaced, child.number)).retire()
 
     def _replace(self, child: ChildHandle, why: str) -> None:
@@ -271,8 +261,8 @@ class Pool(Executor):
 
     def child_answered(self, child: ChildHandle, memory: int) -> None:
         """A child has answered a ping, and has this many bytes in memory."""
-        max_memory = self._settings.max_memory
-        self._forwarder.flush()
+        max_memory = self.settings.max_memory
+        self._call_hooks()
         if max_memory is not None and memory > max_memory and child.taken:
             self._replace(child, f"it has {memory >> 20} MiB in memory")
 
@@ -285,7 +275,7 @@ class Pool(Executor):
     def start(self, run: Run) -> None:
         if not self._place(run):
             self._unplaced.append(run)
-            self._capacity.add_unplaced(run.queue, isolated=run.isolated)
+            self._capacity.count_unplaced(run.queue, 1, isolated=run.isolated)
             self._start_spares()
 
     def _place(self, run: Run) -> bool:
@@ -295,7 +285,7 @@ class Pool(Executor):
         child = self._children[host]
         self._started(run, host)
         child.give(run)
-        if self._settings.max_jobs is not None and child.taken >= self._settings.max_jobs:
+        if self.settings.max_jobs is not None and child.taken >= self.settings.max_jobs:
             self._replace(child, f"it was given {child.taken} jobs")
         return True
 
@@ -307,15 +297,15 @@ class Pool(Executor):
 
     def _remove_unplaced(self, run: Run) -> None:
         self._unplaced.remove(run)
-        self._capacity.remove_unplaced(run.queue, isolated=run.isolated)
+        self._capacity.count_unplaced(run.queue, -1, isolated=run.isolated)
 
     def _start_spares(self) -> None:
         """Start spare children for isolated runs, so that others do not wait for those. There are never more spare
         children than others."""
-        spares = [c for c in self._children.values() if c.spare and c.state in (ChildState.STARTING, ChildState.OPEN)]
+        spares = self._present(spare=True)
         coming = sum(child.state is ChildState.STARTING for child in spares)
         suspects = sum(run.isolated for run in self._unplaced)
-        self._start(min(suspects - coming, self._settings.processes - len(spares)), spare=True)
+        self._start(min(suspects - coming, self.settings.processes - len(spares)), spare=True)
 
     def finished(self, run: Run, ended: Ended) -> None:
         if run.host is not None and self._children[run.host].state is not ChildState.OVER:
@@ -326,7 +316,7 @@ class Pool(Executor):
 
     def refused(self, run: Run) -> None:
         """A child does not know the queue of a run."""
-        self._context.claimer.rest(run.queue, REFUSED_S)
+        self._capacity.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         if run.host is None:
@@ -336,28 +326,40 @@ class Pool(Executor):
             self._children[run.host].stop(run, why)
 
     def _grace_over(self, run: Run) -> None:
-        self._child_of(run).kill_soon()
+        super()._grace_over(run)
+        assert run.host is not None
+        self._children[run.host].kill_soon()
 
     def _kill(self, run: Run) -> None:
-        if not run.done:
-            self._child_of(run).kill()
-
-    def _child_of(self, run: Run) -> ChildHandle:
-        assert run.host is not None
-        return self._children[run.host]
+        if run.host is not None and not run.done:
+            self._children[run.host].kill()
 
     # Hooks
 
     @property
     def event_hooks(self) -> list[OnEvent]:
-        return [self._forwarder.publish] if self._settings.forwards_hooks and self.hello.hooks else []
+        return [self._publish] if self.settings.forwards_hooks and self.hello.hooks else []
+
+    def _publish(self, event: RunEvent) -> None:
+        self._call_hooks(Happened(*without_odd_id(event)))
 
     async def report_error(self, error: BaseException, where: str) -> None:
         """Report an error to the app's error hooks, or to the log if there is none."""
         if self.hello.error_hooks:
-            self._forwarder.report_error(error, where)
+            self._call_hooks(HookError(type(error).__name__, str(error), where))
         else:
             log_error(error, where)
+
+    def _call_hooks(self, *calls: Happened | HookError) -> None:
+        """Send events and errors to the app's hooks, where the app's code is. One child gets all of them, so that hooks
+        are called in order; another one only when that one is gone. While it does not answer, they wait."""
+        self._hook_calls.extend(calls)
+        if self._hook_child is None or not self._hook_child.open:
+            open_children = (child for child in self._children.values() if child.open and not child.spare)
+            self._hook_child = next(open_children, None)
+        if self._hook_child is not None and not self._hook_child.is_unresponsive(asyncio.get_running_loop().time()):
+            while self._hook_calls:
+                self._hook_child.send(self._hook_calls.popleft())
 
     # New code
 
