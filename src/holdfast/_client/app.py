@@ -215,7 +215,7 @@ class Holdfast(RunnableApp, Generic[T]):
         """Blocking versions, for code that has no event loop."""
         from holdfast._client.sync import SyncApp
 
-        return SyncApp(self._session)
+        return SyncApp(self._session, self)
 
     async def _find(self, queue: str, id: str) -> Job | None:
         (job,) = await self.storage.get(queue, [id])
