@@ -36,28 +36,19 @@ S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T")
 
 
-class _Background:
-    """An event loop on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="holdfast-sync", daemon=True)
-        self._thread.start()
-
-
 _lock = threading.Lock()
-_background: _Background | None = None
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""The loop of each process id, on a thread of its own. A child that was forked does not have the threads of its
+parent, so it does not use the loop of its parent, which stays here."""
 
 
-def _current() -> _Background:
-    """The one loop of this process. A child that was forked gets another: its parent's thread is not in it."""
-    global _background
-    if _background is None or _background.pid != os.getpid():
-        with _lock:
-            if _background is None or _background.pid != os.getpid():
-                _background = _Background()
-    return _background
+def _background_loop() -> asyncio.AbstractEventLoop:
+    with _lock:
+        loop = _loops.get(os.getpid())
+        if loop is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="holdfast-sync", daemon=True).start()
+        return loop
 
 
 def _after_fork() -> None:
@@ -71,13 +62,12 @@ os.register_at_fork(after_in_child=_after_fork)
 def run(session: Session, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run what `make` gives on the background's loop, and wait for it."""
     _refuse_in_a_loop()
-    background = _current()
 
     async def opened() -> T:
         await session.open_for_blocking_calls()
         return await make()
 
-    future = asyncio.run_coroutine_threadsafe(opened(), background.loop)
+    future = asyncio.run_coroutine_threadsafe(opened(), _background_loop())
     try:
         return future.result()
     except BaseException:
@@ -95,8 +85,8 @@ def _refuse_in_a_loop() -> None:
 
 @atexit.register
 def _close_all() -> None:
-    if _background is not None and _background.pid == os.getpid():
-        _background.loop.call_soon_threadsafe(_background.loop.stop)
+    if loop := _loops.get(os.getpid()):
+        loop.call_soon_threadsafe(loop.stop)
 
 
 class Blocking(Generic[S_co]):
@@ -282,9 +272,8 @@ class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
     def close(self) -> None:
         """Close the connection of the blocking calls. The next one opens it again."""
         _refuse_in_a_loop()
-        if _background is not None and _background.pid == os.getpid():
-            closing = self._session.close_for_blocking_calls()
-            asyncio.run_coroutine_threadsafe(closing, _background.loop).result(5)
+        if loop := _loops.get(os.getpid()):
+            asyncio.run_coroutine_threadsafe(self._session.close_for_blocking_calls(), loop).result(5)
 
 
 async def _enter(block: Any) -> Any:
