@@ -33,8 +33,8 @@ from holdfast import (
     State,
     WaitTimeout,
 )
+from holdfast._client.request import Using
 from holdfast._client.sync import SyncApp, SyncHandle, SyncLease, SyncQueue, SyncUsing
-from holdfast._client.task import Using
 from tests.app.conftest import Place
 
 AppMaker = Callable[..., Holdfast[Any]]

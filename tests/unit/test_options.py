@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._client.policy import queue_config
+from holdfast._client.task import queue_config
+from holdfast._client.waiters import to_wait_s
 from holdfast._core.jobs import MAX_MS, Update
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
@@ -37,7 +38,6 @@ from holdfast._core.options import (
     to_count,
     to_ms,
     to_update,
-    to_wait_s,
 )
 from holdfast._core.retry_policy import FAIL_HANDLER, PULL, TASK, Policy, QueueConfig
 from holdfast.errors import OptionError

@@ -161,7 +161,7 @@ class Holdfast(RunnableApp, Generic[T]):
             definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
             if stub:
                 self._stubs.add(name)
-            return Task(self._session, definition)
+            return Task(definition)
 
         return define
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 from holdfast._client import request, waiters
 from holdfast._client.info import JobInfo, Stats, job_info, queue_stats
 from holdfast._client.lease import Lease, read_token
-from holdfast._client.policy import queue_config
 from holdfast._client.request import BoundRequest, Handle, request_template
-from holdfast._client.results import value_of
 from holdfast._client.session import Session
+from holdfast._client.task import queue_config
+from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.jobs import Job, Release, Request, Settlement, State, Update, Work
 from holdfast._core.options import (
@@ -26,7 +26,6 @@ from holdfast._core.options import (
     Where,
     check_names,
     to_ms,
-    to_wait_s,
 )
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept, WorkerFacts
 from holdfast._core.retry_policy import admit, fence_of
@@ -49,7 +48,7 @@ class Queue:
         self.name = check_queue(name)
         check_names(f"queue {name}", Where.PULL, options)
         self._policy = queue_config(name, Where.PULL, options).policy
-        self._template = request_template(name, _any_type, {})
+        self._template = request_template(name, {})
         self._worker = f"pull-{default_worker_name()}"
 
     def __repr__(self) -> str:
@@ -90,7 +89,7 @@ class Queue:
         return await request.enqueue(self._session, BoundRequest(self._template, again))
 
     def _bind(self, payload: object, options: Mapping[str, Any]) -> BoundRequest[Any]:
-        template = request_template(self.name, _any_type, options) if options else self._template
+        template = request_template(self.name, options) if options else self._template
         data, codec = self._session.codecs.encode_any(f"the payload for {self.name}", payload)
         return request.bind(template, data, codec, template.id)
 
@@ -311,11 +310,6 @@ class Queue:
             async for event in events:
                 if event.happened:
                     yield event
-
-
-def _any_type() -> Any:
-    """Type of the results of a queue without a task."""
-    return Any
 
 
 def _state(state: State | str) -> State:

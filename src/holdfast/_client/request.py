@@ -1,30 +1,37 @@
-"""Requests: a template and a payload become a `BoundRequest`, which is sent; a `Handle` stands for the job."""
+"""Requests: a task binds arguments to a `BoundRequest`, which is sent; a `Handle` stands for the job."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from holdfast._client import waiters
-from holdfast._client.policy import AT_MOST_ONCE
-from holdfast._client.results import newest_generation, value_of
 from holdfast._client.session import Session
+from holdfast._client.waiters import to_wait_s, value_of
+from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
-from holdfast._core.options import DEFAULT_WAIT_S, Seconds, given_fields, to_update, to_wait_s
+from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, Where, check_names, given_fields, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
-from holdfast.errors import DuplicateJob, JobNotFound, OptionError
+from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
 from holdfast.storage.validation import batches, clean_id
 
+if TYPE_CHECKING:
+    from holdfast._client.sync import SyncUsing
+    from holdfast._client.task import Definition
+
+AT_MOST_ONCE = {"max_retries": 0, "max_stalls": 0, "max_timeouts": 0}
+"""Limits of a task that promises to run a job at most once."""
 CALLS_AT_ONCE = 4
 """Concurrent enqueue calls per queue in `enqueue_many`: the next batch is encoded while another one runs."""
 
+P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -33,8 +40,8 @@ class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """All of a request but its payload: made once for each task, and for each `task.using(…)`."""
 
     queue: str
-    returns: Callable[[], Any]
-    """Type of the result, which annotations may name before it is defined."""
+    arguments: Arguments | None
+    """None for a queue without a task."""
     id: str | None
     """The id that the caller chose."""
     update: Update | None
@@ -48,17 +55,22 @@ class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True):
     run_at: int | None
     delay_ms: int | None
 
+    @property
+    def returns(self) -> Any:
+        """Type of the result, which annotations may name before it is defined."""
+        return Any if self.arguments is None else self.arguments.returns
+
 
 def request_template(
     queue: str,
-    returns: Callable[[], Any],
     options: Mapping[str, Any],
     *,
+    arguments: Arguments | None = None,
     update: Update | None = None,
     priority: int = DEFAULT_PRIORITY,
     at_most_once: bool = False,
 ) -> RequestTemplate:
-    """Check the options of a request. `update`, `priority` and `at_most_once` are those of the task."""
+    """Check the options of a request. `arguments`, `update`, `priority` and `at_most_once` are those of the task."""
     fields = given_fields(options)
     if "delay_ms" in fields and "run_at" in fields:
         raise OptionError("delay and run_at are mutually exclusive: pass only one")
@@ -74,7 +86,7 @@ def request_template(
     work.setdefault("priority", priority)
     return RequestTemplate(
         queue=queue,
-        returns=returns,
+        arguments=arguments,
         id=None if id is None else clean_id(id),
         update=update if on_conflict is None else to_update(on_conflict),
         raises=on_conflict == "raise",
@@ -96,6 +108,49 @@ def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) 
         custom_id=id is not None,
     )
     return BoundRequest(template, request)
+
+
+class Using(Generic[P, R]):
+    """A task with options for the requests made through it."""
+
+    def __init__(self, definition: Definition, options: Mapping[str, Any]) -> None:
+        self._session = definition.session
+        self._definition = definition
+        self._options = options
+        self._template = definition.request_template(options)
+
+    def using(self, **options: Unpack[UsingOptions]) -> Using[P, R]:
+        """The same task, with options for its requests: `id, on_conflict, delay, run_at, priority, result_ttl,
+        dedup_ttl, timeout, max_retries, max_stalls, max_timeouts, wait`."""
+        check_names("using", Where.USING, options)
+        return Using(self._definition, {**self._options, **options})
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
+        """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
+        definition, template, codecs = self._definition, self._template, self._session.codecs
+        arguments = definition.arguments
+        given = arguments.by_name(args, kwargs)
+        codec = codecs.get("raw") if arguments.raw else definition.codec
+        payload = arguments.encode(codecs, codec, given)
+        id = template.id
+        if id is None and definition.make_id is not None:
+            id = definition.make_id(given)
+        return bind(template, payload, codec.name, id)
+
+    async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
+        """Request a run. When this returns, the job is stored."""
+        return await enqueue(self._session, self.bind(*args, **kwargs))
+
+    async def call(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Request a run and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
+        return cast("R", await call(self._session, self.bind(*args, **kwargs)))
+
+    @property
+    def sync(self) -> SyncUsing[P, R]:
+        """The same verbs, blocking: for code that has no event loop."""
+        from holdfast._client.sync import SyncUsing
+
+        return SyncUsing(self._session, self)
 
 
 class BoundRequest(Generic[R_co]):
@@ -126,7 +181,7 @@ class BoundRequest(Generic[R_co]):
 class Handle(Generic[R_co]):
     """A job that was requested."""
 
-    __slots__ = ("_cached", "_returns", "_session", "generation", "id", "placed", "queue")
+    __slots__ = ("_cached", "_session", "_template", "generation", "id", "placed", "queue")
 
     def __init__(self, session: Session, bound: BoundRequest[R_co], reply: Enqueued | None) -> None:
         self._session = session
@@ -137,7 +192,7 @@ class Handle(Generic[R_co]):
         has yet to decide it."""
         self.generation = 0 if reply is None else reply.generation
         self._cached: Outcome | None = None if reply is None else reply.outcome
-        self._returns = bound.template.returns
+        self._template = bound.template
 
     async def result(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> R_co:
         """The value that the job returned. Waits up to `wait` seconds (default 30; None waits without a limit; 0 checks
@@ -149,9 +204,16 @@ class Handle(Generic[R_co]):
         outcome = self._cached
         if outcome is None:
             if self.placed is None and not self.generation:
-                self.generation = await newest_generation(self._session, self.queue, self.id)
+                self.generation = await self._newest_generation()
             outcome = await waiters.wait(self._session.storage, self.queue, self.id, self.generation, wait_s=wait_s)
-        return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._returns()))
+        return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._template.returns))
+
+    async def _newest_generation(self) -> int:
+        """The newest generation of the job: a request that was sent in a caller's transaction has no reply."""
+        (job,) = await self._session.storage.get(self.queue, [self.id])
+        if job is None:
+            raise JobForgotten(f"job {self.id!r} in {self.queue} has no record: was the transaction committed?")
+        return job.generation if job.run is None or job.run.next is None else job.run.next.generation
 
     async def state(self) -> State | None:
         """The state of the job's record; None if the record does not exist (any more)."""
@@ -188,7 +250,7 @@ async def call(session: Session, bound: BoundRequest[Any]) -> Any:
     reply, outcome = await waiters.ask(
         session.storage, bound.queue, bound.request, wait_s=template.wait_s, check=bound.check
     )
-    return value_of(session, bound.queue, reply.id, outcome, template.returns())
+    return value_of(session, bound.queue, reply.id, outcome, template.returns)
 
 
 async def enqueue_many(session: Session, requests: Iterable[BoundRequest[R]]) -> list[Handle[R]]:

@@ -21,9 +21,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overlo
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._client.queue import Queue
-from holdfast._client.request import BoundRequest, Handle
+from holdfast._client.request import BoundRequest, Handle, Using
 from holdfast._client.session import Session
-from holdfast._client.task import Using
 from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, UsingOptions
 from holdfast._core.replies import Placed
 from holdfast.errors import NotOpen

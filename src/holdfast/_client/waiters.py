@@ -1,4 +1,5 @@
-"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint.
+"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint. The
+outcome becomes a value, or the exception that says how the job ended.
 
 A hint that is lost costs at most one `POLL_INTERVAL_S`; the record is the truth.
 """
@@ -8,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Self
+from typing import Any, Self
 
 from msgspec.structs import replace
 
+from holdfast._client.session import Session
 from holdfast._core.events import POLL_INTERVAL_S, Event, Events, Topic
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Outcome, Request, State
 from holdfast._core.lifecycle import Answer, answer
-from holdfast._core.options import MAX_WAIT_S
+from holdfast._core.options import MAX_WAIT_S, Seconds, to_ms
 from holdfast._core.replies import Enqueued, KeepResult, Placed
-from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
+from holdfast.errors import JobCancelled, JobFailed, JobForgotten, StorageUnavailable, WaitTimeout
 from holdfast.storage import Storage
 
 KEEP_MARGIN_MS = 10_000
@@ -37,7 +40,7 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
     Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 polls once, None is without a
     limit.
     """
-    check_wait(wait_s)
+    wait_s = to_wait_s(wait_s)
     async with _Waiter(storage, queue, id, wait_s) as waiter:
         try:
             async with waiter.in_time():
@@ -52,7 +55,7 @@ async def ask(
 ) -> tuple[Enqueued, Outcome]:
     """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no poll
     of the record. `check` may raise at the reply. Raises as `wait` does."""
-    check_wait(wait_s)
+    wait_s = to_wait_s(wait_s)
     async with _Waiter(storage, queue, request.id, wait_s) as waiter:
         try:
             async with waiter.in_time():
@@ -68,9 +71,23 @@ async def ask(
         return reply, await waiter.wait(reply.generation, poll_first=not new)
 
 
-def check_wait(wait_s: float | None) -> None:
-    if wait_s is not None and not 0 <= wait_s <= MAX_WAIT_S:
-        raise OptionError(f"wait is a number of seconds from 0 to {MAX_WAIT_S}, or None for ever, not {wait_s!r:.40}")
+def to_wait_s(value: Seconds | None) -> float | None:
+    """How long a caller waits, in seconds; None waits without a limit."""
+    if value is None or (isinstance(value, int | float) and 0 <= value <= MAX_WAIT_S and not isinstance(value, bool)):
+        return value
+    return to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
+
+
+def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: Any) -> Any:
+    """The result of a completed job, decoded as `returns`. Raises `JobFailed` or `JobCancelled` for any other."""
+    if outcome.state is State.CANCELLED:
+        raise JobCancelled(f"job {id!r} in {queue} was cancelled")
+    if outcome.state is State.FAILED:
+        error = decode_error(outcome.error)
+        raise JobFailed(f"job {id!r} in {queue} failed: {error}", error=error)
+    if outcome.result is None:
+        return None
+    return session.codecs.decode(f"the result of job {id!r} in {queue}", outcome.result, outcome.codec, returns)
 
 
 class _Waiter:

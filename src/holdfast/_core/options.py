@@ -428,11 +428,6 @@ def from_at(at: int) -> datetime:
     return datetime.fromtimestamp(at // 1_000_000, UTC) + timedelta(microseconds=at % 1_000_000)
 
 
-def to_wait_s(value: Seconds | None) -> float | None:
-    """How long a caller waits, in seconds; None waits without a limit."""
-    return None if value is None else to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
-
-
 def to_count(name: str, value: int, least: int = 0, most: int = 1_000_000) -> int:
     if type(value) is not int or not least <= value <= most:
         raise OptionError(f"{name} is a whole number from {least} to {most}, not {value!r:.60}")
