@@ -24,7 +24,6 @@ from holdfast._core.options import (
     Seconds,
     StubOptions,
     TaskOptions,
-    Where,
     check_names,
     to_count,
     to_ms,
@@ -129,7 +128,7 @@ class Holdfast(RunnableApp, Generic[T]):
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
         """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
-        check_names("task", Where.TASK, options)
+        check_names("task", TaskOptions, options)
         define = self._define(cast("TaskOptions", options), stub=False)
         return define if function is None else define(function)
 
@@ -140,7 +139,7 @@ class Holdfast(RunnableApp, Generic[T]):
         ... def render(doc: bytes) -> bytes:
         ...     raise NotImplementedError
         """
-        check_names("stub", Where.STUB, options)
+        check_names("stub", StubOptions, options)
         if "name" not in options:
             raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
         return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))

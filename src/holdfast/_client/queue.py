@@ -23,7 +23,6 @@ from holdfast._core.options import (
     EnqueueOptions,
     PullOptions,
     Seconds,
-    Where,
     check_names,
     to_ms,
 )
@@ -46,8 +45,8 @@ class Queue:
     def __init__(self, session: Session, name: str, options: PullOptions) -> None:
         self._session = session
         self.name = check_queue(name)
-        check_names(f"queue {name}", Where.PULL, options)
-        self._policy = queue_config(name, Where.PULL, options).policy
+        check_names(f"queue {name}", PullOptions, options)
+        self._policy = queue_config(name, PullOptions, options).policy
         self._template = request_template(name, {})
         self._worker = f"pull-{default_worker_name()}"
 
@@ -65,7 +64,7 @@ class Queue:
 
     def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> BoundRequest[Any]:
         """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
-        check_names("enqueue", Where.ENQUEUE, options)
+        check_names("enqueue", EnqueueOptions, options)
         return self._bind(payload, options)
 
     async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
@@ -80,7 +79,7 @@ class Queue:
         self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]
     ) -> Any:
         """Request a job and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
-        check_names("call", Where.ENQUEUE, options)
+        check_names("call", EnqueueOptions, options)
         return await request.call(self._session, self._bind(payload, {**options, "wait": wait}))
 
     async def retry(self, id: str | bytes) -> Handle[Any]:

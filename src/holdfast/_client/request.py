@@ -17,7 +17,7 @@ from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
-from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, Where, check_names, given_fields, to_update
+from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
 from holdfast.storage.validation import batches, clean_id
@@ -122,7 +122,7 @@ class Using(Generic[P, R]):
     def using(self, **options: Unpack[UsingOptions]) -> Using[P, R]:
         """The same task, with options for its requests: `id, on_conflict, delay, run_at, priority, result_ttl,
         dedup_ttl, timeout, max_retries, max_stalls, max_timeouts, wait`."""
-        check_names("using", Where.USING, options)
+        check_names("using", UsingOptions, options)
         return Using(self._definition, {**self._options, **options})
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:

@@ -12,7 +12,7 @@ from holdfast._client.request import AT_MOST_ONCE, Using, request_template
 from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.jobs import DEFAULT_PRIORITY, Update
-from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, Where, all_fields, check_names
+from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, all_fields, check_names
 from holdfast._core.retry_policy import Policy, QueueConfig
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError
@@ -91,7 +91,7 @@ class Definition:
         codecs, codec_name = session.codecs, options.get("codec")
         self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
         """Writes arguments and results."""
-        config = queue_config(name, Where.TASK, options)
+        config = queue_config(name, TaskOptions, options)
         self.handler = Handler(config, self.arguments, codecs, self.codec.name)
         self.fail_handler: Handler | None = None
         self.request_template = functools.partial(
@@ -105,14 +105,14 @@ class Definition:
         """Makes what the requests with the given options have in common."""
 
     def add_fail_handler(self, function: Callable[[Failure], object], options: HandlerOptions) -> None:
-        check_names(f"on_failure of {self.name}", Where.FAIL_HANDLER, options)
+        check_names(f"on_failure of {self.name}", HandlerOptions, options)
         if self.fail_handler is not None:
             raise OptionError(f"{self.name} has a fail handler already")
         queue, codecs = self.name + FAILED_SUFFIX, self.session.codecs
         arguments = Arguments(queue, function)
         if len(arguments.signature.parameters) != 1:
             raise OptionError(f"the fail handler of {self.name} takes one parameter, a Failure")
-        config = queue_config(queue, Where.FAIL_HANDLER, options)
+        config = queue_config(queue, HandlerOptions, options)
         self.fail_handler = Handler(config, arguments, codecs, codecs.default.name)
         self.fail_handler.fails_for = self.arguments
         config = self.handler.config
@@ -120,7 +120,7 @@ class Definition:
         self.handler.config = msgspec.structs.replace(config, policy=policy)
 
 
-def queue_config(queue: str, place: Where, options: Mapping[str, Any]) -> QueueConfig:
+def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> QueueConfig:
     """How the jobs of one queue are run: the given options, and the defaults of the place where they were given."""
     fields = all_fields(place, options)
     shortest, longest = fields["min_backoff_ms"], fields["max_backoff_ms"]
