@@ -97,14 +97,8 @@ class Rehearsal:
         """The first time up to the target at which a job is due."""
         times: list[int] = []
         for queue in (await self._app.storage.snapshot()).queues:
-            after: str | None = None
-            while True:
-                page = await self._app.storage.scan(queue.queue, state=State.WAITING, after=after)
-                times += [job.run_at for job in page.jobs if self.clock.now_us() < job.run_at <= target]
-                after = page.after
-                if after is None:
-                    break
-        return min(times, default=None)
+            times += [to_at("run_at", job.run_at) async for job in self._app.queue(queue.queue).jobs(State.WAITING)]
+        return min((at for at in times if self.clock.now_us() < at <= target), default=None)
 
 
 def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:

@@ -17,7 +17,7 @@ from holdfast._core.failure import error_from_exception, truncate_error
 from holdfast._core.jobs import Job, LeaseRef, Release, Settlement
 from holdfast._core.options import OPTIONS, Seconds, from_at, to_at, to_ms
 from holdfast._core.replies import SettleResult
-from holdfast._core.retry_policy import Policy, Raised, Returned, verdict
+from holdfast._core.retry_policy import QueueConfig, Raised, Returned, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
 
 _rng = random.Random()
@@ -31,25 +31,17 @@ class Lease:
     """
 
     def __init__(
-        self,
-        *,
-        session: Session,
-        queue: str,
-        policy: Policy,
-        job: Job,
-        worker: str,
-        length_ms: int,
-        restored: bool,
+        self, session: Session, config: QueueConfig, job: Job, worker: str, length_ms: int, *, restored: bool = False
     ) -> None:
         assert job.run is not None
         self._restored = restored
         """The lease comes from a token: the time of its claim, by the clock of this process, is not known."""
         self._session = session
-        self._policy = policy
+        self._policy = config.policy
         self._job = job
         self._worker = worker
         self._length_ms = length_ms
-        self.queue = queue
+        self.queue = config.queue
         self.id = job.id
         self.payload: Any = session.codecs.decode_or_leave(job.work.payload, job.work.codec)
         """Decoded; bytes if they were enqueued as bytes, or cannot be read."""

@@ -16,7 +16,7 @@ from holdfast._client.session import Session
 from holdfast._client.task import queue_config
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
-from holdfast._core.jobs import Job, Release, Request, Settlement, State, Update, Work
+from holdfast._core.jobs import Release, Request, Settlement, State, Update, Work
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
     OPTIONS,
@@ -46,7 +46,7 @@ class Queue:
         self._session = session
         self.name = check_queue(name)
         check_names(f"queue {name}", PullOptions, options)
-        self._policy = queue_config(name, PullOptions, options).policy
+        self._config = queue_config(name, PullOptions, options)
         self._template = request_template(name, {})
         self._worker = f"pull-{default_worker_name()}"
 
@@ -153,7 +153,7 @@ class Queue:
         (job,) = await self._session.storage.get(self.name, [clean_id(parts.id)])
         if job is None or job.run is None or (job.run.fence, job.run.worker) != (parts.fence, parts.worker):
             return None
-        return self._lease(job, parts.worker, parts.length_ms, restored=True)
+        return Lease(self._session, self._config, job, parts.worker, parts.length_ms, restored=True)
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
         """The next job that may run; without one, None and the time until the next poll in seconds."""
@@ -165,23 +165,12 @@ class Queue:
                 soonest_s = POLL_INTERVAL_S if claim.next_poll_at is None else (claim.next_poll_at - claim.now) / 1e6
                 return None, min(POLL_INTERVAL_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
-            refused: Settlement | None = admit(job, self._policy)
+            refused: Settlement | None = admit(job, self._config.policy)
             if loop.time() - sent_at >= seconds_ms / 1000:  # The answer took longer than the lease.
                 refused = Release(job.id, fence_of(job))
             if refused is None:
-                return self._lease(job, self._worker, seconds_ms), 0.0
+                return Lease(self._session, self._config, job, self._worker, seconds_ms), 0.0
             await self._session.storage.settle(self.name, [refused], worker=self._worker)
-
-    def _lease(self, job: Job, worker: str, length_ms: int, *, restored: bool = False) -> Lease:
-        return Lease(
-            session=self._session,
-            queue=self.name,
-            policy=self._policy,
-            job=job,
-            worker=worker,
-            length_ms=length_ms,
-            restored=restored,
-        )
 
     async def _claim(self, seconds_ms: int) -> Claim:
         """Claim one job. If the caller is cancelled meanwhile, release it."""

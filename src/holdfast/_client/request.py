@@ -44,16 +44,12 @@ class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True):
     """None for a queue without a task."""
     id: str | None
     """The id that the caller chose."""
-    update: Update | None
-    """None keeps the stored request of the same id."""
     raises: bool
     """A duplicate raises `DuplicateJob`."""
     wait_s: float | None
     """How long `call` waits; None is without a limit."""
-    work: Work
-    """A `Work` without its payload."""
-    run_at: int | None
-    delay_ms: int | None
+    request: Request
+    """A request without its id and its payload."""
 
     @property
     def returns(self) -> Any:
@@ -88,26 +84,24 @@ def request_template(
         queue=queue,
         arguments=arguments,
         id=None if id is None else clean_id(id),
-        update=update if on_conflict is None else to_update(on_conflict),
         raises=on_conflict == "raise",
         wait_s=to_wait_s(options["wait"]) if "wait" in options else DEFAULT_WAIT_S,
-        work=Work(None, **work),
-        run_at=fields.get("run_at"),
-        delay_ms=fields.get("delay_ms"),
+        request=Request(
+            id="",
+            work=Work(None, **work),
+            run_at=fields.get("run_at"),
+            delay_ms=fields.get("delay_ms"),
+            update=update if on_conflict is None else to_update(on_conflict),
+        ),
     )
 
 
 def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) -> BoundRequest[Any]:
     """One request, ready to be sent. Without an id, each request is a new job."""
-    request = Request(
-        new_id() if id is None else id,
-        replace(template.work, payload=payload, codec=codec),
-        run_at=template.run_at,
-        delay_ms=template.delay_ms,
-        update=template.update,
-        custom_id=id is not None,
-    )
-    return BoundRequest(template, request)
+    request = template.request
+    work = replace(request.work, payload=payload, codec=codec)
+    custom_id = id is not None
+    return BoundRequest(template, replace(request, id=id if custom_id else new_id(), work=work, custom_id=custom_id))
 
 
 class Using(Generic[P, R]):

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from operator import attrgetter
@@ -58,7 +58,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def run(session: Session, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run(session: Session, make: Callable[[], Awaitable[T]]) -> T:
     """Run what `make` gives on the background's loop, and wait for it."""
     _refuse_in_a_loop()
 
@@ -135,22 +135,15 @@ def iterating(
     def iterate(self: Blocking[S], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         session, source = self._session, self._source  # pyright: ignore[reportPrivateUsage]
         items = method(source, *args, **kwargs)
-
-        async def following() -> T:
-            return await anext(items)
-
-        async def leave() -> None:
-            await items.aclose()  # type: ignore[attr-defined]
-
         try:
             while True:
                 try:
-                    item = run(session, following)
+                    item = run(session, items.__anext__)
                 except StopAsyncIteration:
                     return
                 yield item
         finally:
-            run(session, leave)
+            run(session, items.aclose)  # type: ignore[attr-defined]
 
     return functools.update_wrapper(iterate, method)
 
@@ -243,7 +236,7 @@ class SyncQueue(Blocking[Queue], mirrors=Queue):
         self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S, extend: bool = True
     ) -> Generator[SyncLease | None]:
         block = self._source.leased(seconds=seconds, wait=wait, extend=extend)
-        lease = run(self._session, lambda: _enter(block))
+        lease = run(self._session, block.__aenter__)
         try:
             yield None if lease is None else SyncLease(self._session, lease)
         except BaseException as error:
@@ -273,10 +266,6 @@ class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
         _refuse_in_a_loop()
         if loop := _loops.get(os.getpid()):
             asyncio.run_coroutine_threadsafe(self._session.close_for_blocking_calls(), loop).result(5)
-
-
-async def _enter(block: Any) -> Any:
-    return await block.__aenter__()
 
 
 async def _leave(block: Any, error: BaseException | None) -> None:

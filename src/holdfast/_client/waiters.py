@@ -147,17 +147,14 @@ class _Waiter:
                 return found
             self._raise_if_over(found)
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
-                await self._ask_again()
+                try:
+                    await self.ask_to_keep()
+                except StorageUnavailable as error:
+                    self._storage_error = error
             left = POLL_INTERVAL_S if self._deadline is None else min(POLL_INTERVAL_S, self._deadline - loop.time())
-            hint = await self._hint(max(left, 0.0))
+            left = max(left, 0.0)
+            hint = await (asyncio.sleep(left, None) if self._events is None else self._events.within(left))
             poll = True
-
-    async def _hint(self, seconds: float) -> Event | None:
-        """The next hint, or None when it is time to poll anyway."""
-        if self._events is not None:
-            return await self._events.within(seconds)
-        await asyncio.sleep(seconds)
-        return None
 
     async def _poll(self, generation: int) -> Outcome | Answer | None:
         """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
@@ -186,12 +183,6 @@ class _Waiter:
             raise WaitTimeout(
                 f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{reason}"
             )
-
-    async def _ask_again(self) -> None:
-        try:
-            await self.ask_to_keep()
-        except StorageUnavailable as error:
-            self._storage_error = error
 
 
 def _outcome_in(hint: Event | None, generation: int) -> Outcome | None:

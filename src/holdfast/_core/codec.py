@@ -6,10 +6,9 @@ against its annotations. A record notes which codec wrote it: a queue may mix th
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -166,10 +165,11 @@ def canonical(value: object) -> bytes:
 
 def _refuse_nan(value: object, data: bytes) -> None:
     """JSON has no NaN and no infinity: msgspec writes null, or a name as a key. Look closer only where one is."""
-    if (b"null" in data or b'"nan"' in data or b'inf"' in data) and not _all_finite(
-        msgspec.to_builtins(value, enc_hook=_encode_other)
-    ):
-        raise ValueError("NaN and infinity have no place in JSON: send None, or a string")
+    if b"null" in data or b'"nan"' in data or b'inf"' in data:
+        try:
+            json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other), allow_nan=False)
+        except ValueError:
+            raise ValueError("NaN and infinity have no place in JSON: send None, or a string") from None
 
 
 def _encode_other(value: Any) -> Any:
@@ -190,17 +190,6 @@ def _decode_other(type: Any, value: Any) -> Any:
 def _is_pydantic(type: Any) -> bool:
     model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported it.
     return model is not None and isinstance(type, model.__class__)
-
-
-def _all_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[object, object]", value)
-        return all(map(_all_finite, items.values())) and all(map(_all_finite, items))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_all_finite, cast("Iterable[object]", value)))
-    return True
 
 
 def _depth(data: bytes) -> int:
