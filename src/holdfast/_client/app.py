@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
 
@@ -89,7 +90,6 @@ class Holdfast(RunnableApp, Generic[T]):
         )
         self._lifespan = lifespan
         self._tasks: dict[str, Definition] = {}
-        self._stubs: set[str] = set()
         self._around = AppHooks(find=self._find)
         self._on_event: list[OnEvent] = []
 
@@ -111,7 +111,7 @@ class Holdfast(RunnableApp, Generic[T]):
     @property
     def tasks(self) -> list[str]:
         """The names of the tasks that a worker of this app can run."""
-        return [name for name in self._tasks if name not in self._stubs]
+        return [name for name, definition in self._tasks.items() if not definition.stub]
 
     @property
     def resources(self) -> T:
@@ -158,8 +158,6 @@ class Holdfast(RunnableApp, Generic[T]):
                     f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
                 )
             definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
-            if stub:
-                self._stubs.add(name)
             return Task(definition)
 
         return define
@@ -199,7 +197,7 @@ class Holdfast(RunnableApp, Generic[T]):
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
         """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
         limits of its queue, as `queue` takes them."""
-        return await self.queue(read_token(token).queue, **options).lease_from_token(token)
+        return await self.queue(read_token(token)[0], **options).lease_from_token(token)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""
@@ -321,23 +319,16 @@ class Holdfast(RunnableApp, Generic[T]):
 
     def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:
         inline = Inline(handlers, self._around)
-
-        @asynccontextmanager
-        async def opened() -> AsyncGenerator[Storage]:
-            async with self._opened() as storage:
-                if self._lifespan is None:
-                    yield storage
-                    return
-                async with self._lifespan() as resources:
-                    inline.runner.resources = resources
-                    yield storage
-
         dispatcher = HookDispatcher([*self._on_event, *hooks], self._around.report_error)
-        return Worker(inline, opened, settings, dispatcher)
+        return Worker(inline, partial(self._opened, inline), settings, dispatcher)
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncGenerator[Storage]:
-        async with self:
+    async def _opened(self, inline: Inline | None = None) -> AsyncGenerator[Storage]:
+        """Open the storage for a worker, and make the resources of its inline runs."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self)
+            if inline is not None and self._lifespan is not None:
+                inline.runner.resources = await stack.enter_async_context(self._lifespan())
             yield self.storage
 
     def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
@@ -346,18 +337,6 @@ class Holdfast(RunnableApp, Generic[T]):
         failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
         handlers = {handler.queue: handler for handler in [*(d.handler for d in definitions), *failed]}
         return [handlers[queue] for queue in choose(handlers, queues)]
-
-
-def use_storage(app: Holdfast[Any], storage: Storage | None) -> None:
-    """For holdfast.testing: have an app use another storage, on every loop, until None is put back."""
-    app._session.rehearse(storage)  # pyright: ignore[reportPrivateUsage]
-
-
-def rehearsal_worker(app: Holdfast[Any], hook: OnEvent) -> Worker:
-    """For holdfast.testing: a worker that runs what is ready and then ends."""
-    settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
-    handlers = app._served(None)  # pyright: ignore[reportPrivateUsage]
-    return app._inline_worker(handlers, settings, hook)  # pyright: ignore[reportPrivateUsage]
 
 
 def _hook(what: str, function: H) -> H:

@@ -8,7 +8,7 @@ import random
 import time
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,6 +20,7 @@ from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import QueueConfig, Raised, Returned, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
 
+Token = tuple[str, bytes, int, str, int]
 _rng = random.Random()
 
 
@@ -140,22 +141,14 @@ class Lease:
         return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
 
 
-class Token(NamedTuple):
-    """What a lease is known by."""
-
-    queue: str
-    id: bytes
-    fence: int
-    worker: str
-    length_ms: int
-
-
 def read_token(token: str) -> Token:
+    """The parts of `Lease.token`: queue, id, fence, worker and length in milliseconds."""
     try:
         data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
-        return msgspec.msgpack.decode(data, type=Token)
+        parts: Token = msgspec.msgpack.decode(data, type=Token)
     except (ValueError, TypeError):
         raise OptionError(f"{token!r:.80} is not a lease token: pass the token printed by `holdfast lease`") from None
+    return parts
 
 
 def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:
