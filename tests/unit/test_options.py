@@ -6,7 +6,7 @@ import math
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +34,6 @@ from holdfast._core.options import (
     given_fields,
     options_of,
     to_at,
-    to_choice,
     to_count,
     to_ms,
     to_update,
@@ -198,10 +197,11 @@ def test_what_is_no_whole_number_is_no_count(value: Any) -> None:
 
 
 def test_a_choice_is_one_of_the_choices() -> None:
-    assert to_choice("delivery", "a", ("a", "b")) == "a"
+    delivery = Option("delivery", Literal["a", "b"], "How.")
+    assert delivery.convert("a") == "a"
     for bad in ("c", "", None, ["a"]):
         with pytest.raises(OptionError, match="delivery is one of 'a', 'b', not"):
-            to_choice("delivery", bad, ("a", "b"))
+            delivery.convert(bad)
 
 
 @pytest.mark.parametrize(

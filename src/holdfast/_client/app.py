@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import itertools
 import sys
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
 
-from holdfast._client import request
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
-from holdfast._client.session import Session
+from holdfast._client.session import Session, check_shared
 from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
 from holdfast._core.jobs import Job
-from holdfast._core.options import (
-    PullOptions,
-    Seconds,
-    StubOptions,
-    TaskOptions,
-    check_names,
-    to_count,
-    to_ms,
-)
-from holdfast._core.replies import Snapshot
+from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
+from holdfast._core.replies import Enqueued, Snapshot
 from holdfast._worker.app_loader import locate_app
 from holdfast._worker.app_parts import AppParts, RunnableApp
 from holdfast._worker.context import WorkerSettings
@@ -40,7 +34,7 @@ from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_n
 from holdfast._worker.worker import Worker, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
-from holdfast.storage.validation import FAILED_SUFFIX, check_queue, check_worker
+from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -59,6 +53,8 @@ H = TypeVar("H")
 
 MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
 MAX_PROCESSES = 1_000
+CALLS_AT_ONCE = 4
+"""Concurrent enqueue calls per queue in `enqueue_many`: the next batch is encoded while another one runs."""
 
 
 class Holdfast(RunnableApp, Generic[T]):
@@ -129,7 +125,7 @@ class Holdfast(RunnableApp, Generic[T]):
     def task(self, function: Any = None, /, **options: Any) -> Any:
         """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
         check_names("task", TaskOptions, options)
-        define = self._define(cast("TaskOptions", options), stub=False)
+        define = partial(self._define, cast("TaskOptions", options), False)
         return define if function is None else define(function)
 
     def stub(self, **options: Unpack[StubOptions]) -> TaskDecorator:
@@ -142,25 +138,22 @@ class Holdfast(RunnableApp, Generic[T]):
         check_names("stub", StubOptions, options)
         if "name" not in options:
             raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
-        return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))
+        return cast("TaskDecorator", partial(self._define, cast("TaskOptions", options), True))
 
-    def _define(self, options: TaskOptions, *, stub: bool) -> Callable[[Callable[..., Any]], Task[Any, Any, Any]]:
-        def define(function: Callable[..., Any]) -> Task[Any, Any, Any]:
-            if not callable(function) or inspect.isclass(function):
-                raise OptionError(f"a task is a function, not {function!r:.60}")
-            name = options.get("name") or default_name(function)
-            check_queue(name)
-            if name.endswith(FAILED_SUFFIX):
-                raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
-            if name in self._tasks:
-                other = self._tasks[name].arguments.function
-                raise OptionError(
-                    f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
-                )
-            definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
-            return Task(definition)
-
-        return define
+    def _define(self, options: TaskOptions, stub: bool, function: Callable[..., Any]) -> Task[Any, Any, Any]:
+        if not callable(function) or inspect.isclass(function):
+            raise OptionError(f"a task is a function, not {function!r:.60}")
+        name = options.get("name") or default_name(function)
+        check_queue(name)
+        if name.endswith(FAILED_SUFFIX):
+            raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
+        if name in self._tasks:
+            other = self._tasks[name].arguments.function
+            raise OptionError(
+                f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
+            )
+        definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
+        return Task(definition)
 
     # Requests
 
@@ -170,7 +163,24 @@ class Holdfast(RunnableApp, Generic[T]):
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
-        return await request.enqueue_many(self._session, bounds)
+        requests = _checked(bounds)
+        queues: dict[str, list[int]] = defaultdict(list)
+        for index, bound in enumerate(requests):
+            queues[bound.queue].append(index)
+        storage = self.storage
+        replies: dict[int, Enqueued] = {}
+
+        async def send(queue: str, batch: list[int]) -> None:
+            answers = await storage.enqueue(queue, [requests[index].request for index in batch])
+            replies.update(zip(batch, answers, strict=True))
+
+        async def send_queue(queue: str, indexes: list[int]) -> None:
+            waiting = batches(indexes, lambda index: _size(requests[index]))
+            while now := list(itertools.islice(waiting, CALLS_AT_ONCE)):
+                await _all_or_raise(send(queue, batch) for batch in now)
+
+        await _all_or_raise(send_queue(queue, indexes) for queue, indexes in queues.items())
+        return [Handle(self._session, bound, replies[index]) for index, bound in enumerate(requests)]
 
     def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
         """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
@@ -185,7 +195,13 @@ class Holdfast(RunnableApp, Generic[T]):
         ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
         ...     app.enqueue_in(db, welcome.bind("ada"))
         """
-        return request.enqueue_in(self._session, transaction, bounds)
+        storage = self._session.transaction_storage
+        sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
+        for queue, group in itertools.groupby(_checked(bounds), lambda bound: bound.queue):
+            for batch in batches(group, _size):
+                replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
+                sent += zip(batch, replies, strict=True)
+        return [Handle(self._session, bound, reply) for bound, reply in sent]
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
         """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
@@ -222,26 +238,22 @@ class Holdfast(RunnableApp, Generic[T]):
 
     def middleware(self, function: Middleware) -> Middleware:
         """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
-        self._around.middleware.append(_hook("middleware", function))
-        return function
+        return _add_hook("middleware", self._around.middleware, function)
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
         """Call a function when a run has completed its job, or failed it for good, before that is stored. It may change
         the `Execution` (`result`, `error`, `ttl`), and may be async. If it raises, nothing is changed and `on_error`
         is called."""
-        self._around.after.append(_hook("after_execution", function))
-        return function
+        return _add_hook("after_execution", self._around.after, function)
 
     def on_event(self, function: OnEvent) -> OnEvent:
         """Call a function with each `RunEvent` of this app's workers, in order, once it is stored."""
-        self._on_event.append(_hook("on_event", function))
-        return function
+        return _add_hook("on_event", self._on_event, function)
 
     def on_error(self, function: OnError) -> OnError:
         """Call a function with each error that is not the failure of a job (a hook that raised, a storage that cannot
         be reached), and with the place where it happened. Without such a hook the error is logged."""
-        self._around.errors.append(_hook("on_error", function))
-        return function
+        return _add_hook("on_error", self._around.errors, function)
 
     def add_codec(self, codec: Codec) -> None:
         """Make a codec known by its name, so that payloads it wrote can be read."""
@@ -287,7 +299,7 @@ class Holdfast(RunnableApp, Generic[T]):
         )
         if processes is None:
             return self._inline_worker(handlers, settings)
-        self._session.address.check_shared()
+        check_shared(self._session.url)
         pool = Pool(
             PoolSettings(
                 target=locate_app(self),
@@ -302,15 +314,14 @@ class Holdfast(RunnableApp, Generic[T]):
         return Worker(pool, self._opened, settings, HookDispatcher(self._on_event, self._around.report_error))
 
     def _parts(self) -> AppParts:
-        address = self._session.address
         return AppParts(
             handlers=self._served(None),
             hooks=self._around,
             on_event=self._on_event,
             lifespan=self._lifespan,
-            url=address.url,
-            namespace=address.namespace,
-            max_payload=address.max_payload,
+            url=self._session.url,
+            namespace=self._session.namespace,
+            max_payload=self._session.max_payload,
         )
 
     def _open_lazily(self) -> Self:
@@ -339,9 +350,29 @@ class Holdfast(RunnableApp, Generic[T]):
         return [handlers[queue] for queue in choose(handlers, queues)]
 
 
-def _hook(what: str, function: H) -> H:
+async def _all_or_raise(sending: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all, also if some raise; then raise the first error."""
+    for error in await asyncio.gather(*sending, return_exceptions=True):
+        if error is not None:
+            raise error
+
+
+def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
+    bounds = list(requests)
+    for bound in bounds:
+        if not isinstance(bound, BoundRequest):
+            raise OptionError(f"a request is what task.bind(…) or queue.bind(…) gives, not {bound!r:.60}")
+    return bounds
+
+
+def _size(bound: BoundRequest[Any]) -> int:
+    return len(bound.request.work.payload or b"")
+
+
+def _add_hook(what: str, hooks: list[H], function: H) -> H:
     if not callable(function):
         raise OptionError(f"{what} takes a function, not {function!r:.60}: use it as a decorator, @app.{what}")
+    hooks.append(function)
     return function
 
 

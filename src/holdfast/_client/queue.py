@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast._client import request, waiters
 from holdfast._client.lease import Lease, read_token
-from holdfast._client.request import BoundRequest, Handle, request_template
+from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
 from holdfast._client.task import queue_config
 from holdfast._client.waiters import to_wait_s, value_of
@@ -97,7 +97,7 @@ class Queue:
         self.name = check_queue(name)
         check_names(f"queue {name}", PullOptions, options)
         self._config = queue_config(name, PullOptions, options)
-        self._template = request_template(name, {})
+        self._template = RequestTemplate(name, {})
         self._worker = f"pull-{default_worker_name()}"
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ class Queue:
         return await request.enqueue(self._session, BoundRequest(self._template, again))
 
     def _bind(self, payload: object, options: Mapping[str, Any]) -> BoundRequest[Any]:
-        template = request_template(self.name, options) if options else self._template
+        template = RequestTemplate(self.name, options) if options else self._template
         data, codec = self._session.codecs.encode_any(f"the payload for {self.name}", payload)
         return request.bind(template, data, codec, template.id)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
-import msgspec
 from msgspec.structs import replace
 
 from holdfast._client import waiters
@@ -20,7 +16,7 @@ from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Updat
 from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
-from holdfast.storage.validation import batches, clean_id
+from holdfast.storage.validation import clean_id
 
 if TYPE_CHECKING:
     from holdfast._client.sync import SyncUsing
@@ -28,72 +24,60 @@ if TYPE_CHECKING:
 
 AT_MOST_ONCE = {"max_retries": 0, "max_stalls": 0, "max_timeouts": 0}
 """Limits of a task that promises to run a job at most once."""
-CALLS_AT_ONCE = 4
-"""Concurrent enqueue calls per queue in `enqueue_many`: the next batch is encoded while another one runs."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True):
+class RequestTemplate:
     """All of a request but its payload: made once for each task, and for each `task.using(…)`."""
 
-    queue: str
-    arguments: Arguments | None
-    """None for a queue without a task."""
-    id: str | None
-    """The id that the caller chose."""
-    raises: bool
-    """A duplicate raises `DuplicateJob`."""
-    wait_s: float | None
-    """How long `call` waits; None is without a limit."""
-    request: Request
-    """A request without its id and its payload."""
-
-    @property
-    def returns(self) -> Any:
-        """Type of the result, which annotations may name before it is defined."""
-        return Any if self.arguments is None else self.arguments.returns
-
-
-def request_template(
-    queue: str,
-    options: Mapping[str, Any],
-    *,
-    arguments: Arguments | None = None,
-    update: Update | None = None,
-    priority: int = DEFAULT_PRIORITY,
-    at_most_once: bool = False,
-) -> RequestTemplate:
-    """Check the options of a request. `arguments`, `update`, `priority` and `at_most_once` are those of the task."""
-    fields = given_fields(options)
-    if "delay_ms" in fields and "run_at" in fields:
-        raise OptionError("delay and run_at are mutually exclusive: pass only one")
-    if at_most_once:
-        limits = [name for name in AT_MOST_ONCE if fields.get(name)]
-        if limits:
-            raise OptionError(f"{queue} runs a job at most once: {', '.join(limits)} cannot be more than 0")
-        fields.update(AT_MOST_ONCE)
-    id, on_conflict = fields.get("id"), fields.get("on_conflict")
-    if id is not None and not isinstance(id, str | bytes):
-        raise OptionError(f"id is text or bytes, not {id!r:.60} ({type(id).__name__})")
-    work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
-    work.setdefault("priority", priority)
-    return RequestTemplate(
-        queue=queue,
-        arguments=arguments,
-        id=None if id is None else clean_id(id),
-        raises=on_conflict == "raise",
-        wait_s=to_wait_s(options["wait"]) if "wait" in options else DEFAULT_WAIT_S,
-        request=Request(
+    def __init__(
+        self,
+        queue: str,
+        options: Mapping[str, Any],
+        *,
+        arguments: Arguments | None = None,
+        update: Update | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        at_most_once: bool = False,
+    ) -> None:
+        """Check the options. `arguments`, `update`, `priority` and `at_most_once` are those of the task, if any."""
+        fields = given_fields(options)
+        if "delay_ms" in fields and "run_at" in fields:
+            raise OptionError("delay and run_at are mutually exclusive: pass only one")
+        if at_most_once:
+            limits = [name for name in AT_MOST_ONCE if fields.get(name)]
+            if limits:
+                raise OptionError(f"{queue} runs a job at most once: {', '.join(limits)} cannot be more than 0")
+            fields.update(AT_MOST_ONCE)
+        id, on_conflict = fields.get("id"), fields.get("on_conflict")
+        if id is not None and not isinstance(id, str | bytes):
+            raise OptionError(f"id is text or bytes, not {id!r:.60} ({type(id).__name__})")
+        fields.setdefault("priority", priority)
+        work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
+        self.queue = queue
+        self.arguments = arguments
+        self.id = None if id is None else clean_id(id)
+        """The id that the caller chose."""
+        self.raises = on_conflict == "raise"
+        """A duplicate raises `DuplicateJob`."""
+        self.wait_s = to_wait_s(options["wait"]) if "wait" in options else DEFAULT_WAIT_S
+        """How long `call` waits; None is without a limit."""
+        self.request = Request(
             id="",
             work=Work(None, **work),
             run_at=fields.get("run_at"),
             delay_ms=fields.get("delay_ms"),
             update=update if on_conflict is None else to_update(on_conflict),
-        ),
-    )
+        )
+        """A request without its id and its payload."""
+
+    @property
+    def returns(self) -> Any:
+        """Type of the result, which annotations may name before it is defined."""
+        return Any if self.arguments is None else self.arguments.returns
 
 
 def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) -> BoundRequest[Any]:
@@ -178,6 +162,9 @@ class Handle(Generic[R_co]):
     __slots__ = ("_cached", "_session", "_template", "generation", "id", "placed", "queue")
 
     def __init__(self, session: Session, bound: BoundRequest[R_co], reply: Enqueued | None) -> None:
+        """Raises as `BoundRequest.check` does. Without a reply, a transaction of the caller has yet to decide."""
+        if reply is not None:
+            bound.check(reply)
         self._session = session
         self.queue = bound.queue
         self.id = bound.request.id
@@ -232,75 +219,13 @@ class Handle(Generic[R_co]):
 
 
 async def enqueue(session: Session, bound: BoundRequest[R]) -> Handle[R]:
-    """Send one request."""
     (reply,) = await session.storage.enqueue(bound.queue, [bound.request])
-    bound.check(reply)
     return Handle(session, bound, reply)
 
 
 async def call(session: Session, bound: BoundRequest[Any]) -> Any:
-    """Send one request and wait for its result."""
     template = bound.template
     reply, outcome = await waiters.ask(
         session.storage, bound.queue, bound.request, wait_s=template.wait_s, check=bound.check
     )
     return value_of(session, bound.queue, reply.id, outcome, template.returns)
-
-
-async def enqueue_many(session: Session, requests: Iterable[BoundRequest[R]]) -> list[Handle[R]]:
-    """Send requests in as few calls as possible, those of one queue in order; the handles are in the order given. If
-    some requests cannot be sent, others may have been."""
-    bounds = _checked(requests)
-    queues: dict[str, list[int]] = defaultdict(list)
-    for index, bound in enumerate(bounds):
-        queues[bound.queue].append(index)
-    storage = session.storage
-    replies: dict[int, Enqueued] = {}
-
-    async def send(queue: str, batch: list[int]) -> None:
-        answers = await storage.enqueue(queue, [bounds[index].request for index in batch])
-        replies.update(zip(batch, answers, strict=True))
-
-    async def send_queue(queue: str, indexes: list[int]) -> None:
-        waiting = batches(indexes, lambda index: _size(bounds[index]))
-        while now := list(itertools.islice(waiting, CALLS_AT_ONCE)):
-            _raise_first(await asyncio.gather(*(send(queue, batch) for batch in now), return_exceptions=True))
-
-    sending = (send_queue(queue, indexes) for queue, indexes in queues.items())
-    _raise_first(await asyncio.gather(*sending, return_exceptions=True))
-    for index, bound in enumerate(bounds):
-        bound.check(replies[index])
-    return [Handle(session, bound, replies[index]) for index, bound in enumerate(bounds)]
-
-
-def enqueue_in(session: Session, transaction: object, requests: Iterable[BoundRequest[R]]) -> list[Handle[R]]:
-    """Enqueue inside a transaction of the caller. Consecutive requests for one queue are sent together."""
-    bounds = _checked(requests)
-    storage = session.transaction_storage
-    sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
-    for queue, group in itertools.groupby(bounds, lambda bound: bound.queue):
-        for batch in batches(group, _size):
-            replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
-            sent += zip(batch, replies, strict=True)
-    for bound, reply in sent:
-        if reply is not None:
-            bound.check(reply)
-    return [Handle(session, bound, reply) for bound, reply in sent]
-
-
-def _raise_first(results: Sequence[BaseException | None]) -> None:
-    for error in results:
-        if error is not None:
-            raise error
-
-
-def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
-    bounds = list(requests)
-    for bound in bounds:
-        if not isinstance(bound, BoundRequest):
-            raise OptionError(f"a request is what task.bind(…) or queue.bind(…) gives, not {bound!r:.60}")
-    return bounds
-
-
-def _size(bound: BoundRequest[Any]) -> int:
-    return len(bound.request.work.payload or b"")

@@ -10,8 +10,6 @@ import asyncio
 import os
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
 from holdfast.errors import NotOpen, OptionError
@@ -22,20 +20,12 @@ URL_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_URL", "HOLDFAST_NAMESPACE"
 DEFAULT_NAMESPACE = "hf"
 
 
-class StorageAddress(msgspec.Struct, frozen=True):
-    """Where an app's jobs are, for another process."""
-
-    url: str | None
-    """None if the app was created with a storage object or with a clock."""
-    namespace: str
-    max_payload: int | None
-
-    def check_shared(self) -> None:
-        """Refuse a storage that child processes cannot share."""
-        if self.url is None:
-            raise OptionError("child processes cannot share a storage or a clock made here: give the app a URL")
-        if self.url.startswith("memory:"):
-            raise OptionError("memory:// is in one process: use sqlite:///… or a server, or no child processes")
+def check_shared(url: str | None) -> None:
+    """Refuse a storage that child processes cannot share. The URL is that of a `Session`."""
+    if url is None:
+        raise OptionError("child processes cannot share a storage or a clock made here: give the app a URL")
+    if url.startswith("memory:"):
+        raise OptionError("memory:// is in one process: use sqlite:///… or a server, or no child processes")
 
 
 class Session:
@@ -52,16 +42,17 @@ class Session:
         max_payload: int | None,
         clock: Clock | None,
     ) -> None:
-        namespace = os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE if namespace is None else namespace
         if storage is not None and url is not None:
             raise OptionError("url and storage are both given: pass only one")
         self.codecs = Codecs(codec)
-        shareable = storage is None and clock is None
+        self.namespace = os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE if namespace is None else namespace
+        self.max_payload = max_payload
         resolved_url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        self.address = StorageAddress(resolved_url if shareable else None, namespace, max_payload)
+        self.url = resolved_url if storage is None and clock is None else None
+        """None if the app was created with a storage object or with a clock: another process cannot share it."""
         if storage is None:
             try:
-                storage = connect(resolved_url, namespace=namespace, clock=clock, max_payload=max_payload)
+                storage = connect(resolved_url, namespace=self.namespace, clock=clock, max_payload=max_payload)
             except OptionError as error:
                 if url is None and URL_VARIABLE in os.environ:
                     raise OptionError(f"{URL_VARIABLE}: {error}") from None

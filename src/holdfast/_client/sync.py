@@ -107,14 +107,14 @@ class Blocking(Generic[S_co]):
         return repr(self._source)
 
 
+Verb = Callable[Concatenate[S, P], Coroutine[Any, Any, R]]
+BlockingVerb = Callable[Concatenate[Blocking[S], P], R]
+
+
 @overload
-def blocking(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[Blocking[S], P], R]: ...
+def blocking(method: Verb[S, P, R]) -> BlockingVerb[S, P, R]: ...
 @overload
-def blocking(
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], wrap: Callable[[Session, R], T]
-) -> Callable[Concatenate[Blocking[S], P], T]: ...
+def blocking(method: Verb[S, P, R], wrap: Callable[[Session, R], T]) -> BlockingVerb[S, P, T]: ...
 def blocking(method: Callable[..., Any], wrap: Callable[[Session, Any], Any] | None = None) -> Callable[..., Any]:
     """The blocking form of an async method; `wrap` makes the blocking form of its result."""
 
@@ -127,9 +127,7 @@ def blocking(method: Callable[..., Any], wrap: Callable[[Session, Any], Any] | N
     return call
 
 
-def iterating(
-    method: Callable[Concatenate[S, P], AsyncIterator[T]],
-) -> Callable[Concatenate[Blocking[S], P], Iterator[T]]:
+def iterating(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> BlockingVerb[S, P, Iterator[T]]:
     """The blocking form of an async generator."""
 
     def iterate(self: Blocking[S], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, ove
 
 import msgspec
 
-from holdfast._client.request import AT_MOST_ONCE, Using, request_template
+from holdfast._client.request import AT_MOST_ONCE, RequestTemplate, Using
 from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.jobs import DEFAULT_PRIORITY, Update
@@ -95,7 +95,7 @@ class Definition:
         self.handler = Handler(config, self.arguments, codecs, self.codec.name)
         self.fail_handler: Handler | None = None
         self.request_template = functools.partial(
-            request_template,
+            RequestTemplate,
             name,
             arguments=self.arguments,
             update=None if singleton is None else Update(),

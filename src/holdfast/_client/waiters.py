@@ -138,7 +138,9 @@ class _Waiter:
         hint: Event | None = None
         poll = poll_first
         while True:
-            found: Outcome | Answer | None = _outcome_in(hint, generation)
+            found: Outcome | Answer | None = None
+            if hint is not None and hint.outcome is not None and hint.outcome.generation == generation:
+                found = hint.outcome  # That of another generation could be younger than one that the record still has.
             if found is None and poll:
                 found = await self._poll(generation)
             if isinstance(found, Outcome):
@@ -177,15 +179,8 @@ class _Waiter:
         if answer is Answer.FORGOTTEN:
             raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            reason = (
-                "" if self._storage_error is None else f" (the storage could not be reached: {self._storage_error})"
-            )
+            error = self._storage_error
+            reason = "" if error is None else f" (the storage could not be reached: {error})"
             raise WaitTimeout(
                 f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{reason}"
             )
-
-
-def _outcome_in(hint: Event | None, generation: int) -> Outcome | None:
-    """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
-    younger than one that the record still has."""
-    return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None

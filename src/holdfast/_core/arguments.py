@@ -114,22 +114,19 @@ class Arguments:
 
     def check(self, codec: Codec) -> None:
         """Can the codec read every parameter? Raises `OptionError`, and names the one that it cannot."""
-        for parameter in self._parameters:
-            self._check_type(codec, f"parameter {parameter.name!r}", self._field(parameter)[1])
+        types = {f"parameter {parameter.name!r}": self._field(parameter)[1] for parameter in self._parameters}
+        for what, type in {**types, "the result": self.returns}.items():
+            try:
+                codec.decode(b"", type)
+            except TypeError as error:
+                raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
+            except UNDECODABLE:
+                pass  # No bytes fit any type; only the type itself is checked here.
         if not self.whole:
             try:
                 self._as_struct()
             except Exception as error:
                 raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
-        self._check_type(codec, "the result", self.returns)
-
-    def _check_type(self, codec: Codec, what: str, type: Any) -> None:
-        try:
-            codec.decode(b"", type)
-        except TypeError as error:
-            raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
-        except UNDECODABLE:
-            pass  # No bytes fit any type; only the type itself is checked here.
 
     def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the function with."""
@@ -270,6 +267,7 @@ def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple
     """Values by name, as a call passes them: by name again, unless more positions follow."""
     parameters = list(parameters)
     starred = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    positional = (Parameter.POSITIONAL_ONLY, *([Parameter.POSITIONAL_OR_KEYWORD] if starred else []))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in parameters:
@@ -278,9 +276,7 @@ def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple
             args.extend(value)
         elif parameter.kind is Parameter.VAR_KEYWORD:
             kwargs.update(value)
-        elif parameter.kind is Parameter.POSITIONAL_ONLY or (
-            starred and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ):
+        elif parameter.kind in positional:
             args.append(value)
         else:
             kwargs[parameter.name] = value

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
@@ -169,7 +169,9 @@ class Option(msgspec.Struct, frozen=True):
         if self.type is datetime:
             return to_at(self.name, value)
         if get_origin(self.type) is Literal:
-            return to_choice(self.name, value, get_args(self.type))
+            choices: tuple[str, ...] = get_args(self.type)
+            if value not in choices:
+                raise OptionError(f"{self.name} is one of {', '.join(map(repr, choices))}, not {value!r:.60}")
         return value
 
 
@@ -330,13 +332,6 @@ def from_at(at: int) -> datetime:
 def to_count(name: str, value: int, least: int = 0, most: int = 1_000_000) -> int:
     if type(value) is not int or not least <= value <= most:
         raise OptionError(f"{name} is a whole number from {least} to {most}, not {value!r:.60}")
-    return value
-
-
-def to_choice(name: str, value: str, choices: Iterable[str]) -> str:
-    choices = list(choices)
-    if value not in choices:
-        raise OptionError(f"{name} is one of {', '.join(map(repr, choices))}, not {value!r:.60}")
     return value
 
 
