@@ -101,10 +101,8 @@ class Lease:
     async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
         """Hold the lease for as long again (or for `seconds`) from now. False if it is lost. See `cancel_asked`."""
         length_ms = self._length_ms if seconds is None else OPTIONS["seconds"].convert(seconds)
-        encoded: bytes | None = None
-        if progress is not None:
-            codecs = self._session.codecs
-            encoded = codecs.encode(f"progress of job {self.id!r}", progress, codecs.get("json"))
+        codecs, what = self._session.codecs, f"progress of job {self.id!r}"
+        encoded = None if progress is None else codecs.encode(what, progress, codecs.get("json"))
         lease = LeaseRef(self.id, self.fence, encoded)
         sent_at = time.monotonic()
         reply = await self._session.storage.extend(self.queue, [lease], worker=self._worker, lease_ms=length_ms)

@@ -184,17 +184,13 @@ class Handle(Generic[R_co]):
         wait_s = to_wait_s(wait)
         outcome = self._cached
         if outcome is None:
-            if self.placed is None and not self.generation:
-                self.generation = await self._newest_generation()
+            if self.placed is None and not self.generation:  # Sent in a transaction of the caller, without a reply.
+                (job,) = await self._session.storage.get(self.queue, [self.id])
+                if job is None:
+                    raise JobForgotten(f"job {self.id!r} in {self.queue} has no record: was the transaction committed?")
+                self.generation = job.generation if job.run is None or job.run.next is None else job.run.next.generation
             outcome = await waiters.wait(self._session.storage, self.queue, self.id, self.generation, wait_s=wait_s)
         return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._template.returns))
-
-    async def _newest_generation(self) -> int:
-        """The newest generation of the job: a request that was sent in a caller's transaction has no reply."""
-        (job,) = await self._session.storage.get(self.queue, [self.id])
-        if job is None:
-            raise JobForgotten(f"job {self.id!r} in {self.queue} has no record: was the transaction committed?")
-        return job.generation if job.run is None or job.run.next is None else job.run.next.generation
 
     async def state(self) -> State | None:
         """The state of the job's record; None if the record does not exist (any more)."""

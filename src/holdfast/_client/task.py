@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
-import msgspec
+from msgspec.structs import replace
 
 from holdfast._client.request import AT_MOST_ONCE, RequestTemplate, Using
 from holdfast._client.session import Session
@@ -116,8 +116,7 @@ class Definition:
         self.fail_handler = Handler(config, arguments, codecs, codecs.default.name)
         self.fail_handler.fails_for = self.arguments
         config = self.handler.config
-        policy = msgspec.structs.replace(config.policy, follows_up=True)
-        self.handler.config = msgspec.structs.replace(config, policy=policy)
+        self.handler.config = replace(config, policy=replace(config.policy, follows_up=True))
 
 
 def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> QueueConfig:

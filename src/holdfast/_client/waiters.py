@@ -46,7 +46,7 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
             async with waiter.in_time():
                 await waiter.ask_to_keep()
         except TimeoutError:
-            raise WaitTimeout(f"job {id!r} in {queue}: its storage did not answer within {wait_s:g} s") from None
+            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s") from None
         return await waiter.wait(generation, poll_first=True)
 
 
@@ -61,9 +61,7 @@ async def ask(
             async with waiter.in_time():
                 (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
         except TimeoutError:
-            raise WaitTimeout(
-                f"job {request.id!r} in {queue}: its storage did not answer within {wait_s:g} s; it may be stored"
-            ) from None
+            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s; it may be stored") from None
         check(reply)
         if reply.outcome is not None:
             return reply, reply.outcome
@@ -105,6 +103,9 @@ class _Waiter:
         self._events: Events | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
 
+    def __str__(self) -> str:
+        return f"job {self._id!r} in {self._queue}"
+
     async def __aenter__(self) -> Self:
         """Subscribe to hints, unless that takes too long, or there is only one poll."""
         if self._wait_s == 0:
@@ -130,7 +131,7 @@ class _Waiter:
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
         if kept is KeepResult.MISSING:
-            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
+            raise JobForgotten(f"{self} has no record (any more)")
         self._asked_at = asyncio.get_running_loop().time()
 
     async def wait(self, generation: int, *, poll_first: bool) -> Outcome:
@@ -145,7 +146,7 @@ class _Waiter:
                 found = await self._poll(generation)
             if isinstance(found, Outcome):
                 if found.state is State.CANCELLED:
-                    raise JobCancelled(f"job {self._id!r} in {self._queue} was cancelled")
+                    raise JobCancelled(f"{self} was cancelled")
                 return found
             self._raise_if_over(found)
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
@@ -173,14 +174,10 @@ class _Waiter:
 
     def _raise_if_over(self, answer: Answer | None) -> None:
         if answer is Answer.DROPPED:
-            raise JobCancelled(
-                f"the request for job {self._id!r} in {self._queue} was cancelled while an earlier run went on"
-            )
+            raise JobCancelled(f"the request for {self} was cancelled while an earlier run went on")
         if answer is Answer.FORGOTTEN:
-            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
+            raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
             error = self._storage_error
             reason = "" if error is None else f" (the storage could not be reached: {error})"
-            raise WaitTimeout(
-                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{reason}"
-            )
+            raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it goes on{reason}")

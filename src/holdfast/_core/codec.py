@@ -32,14 +32,14 @@ class Codec(Protocol):
     def decode(self, data: bytes, type: Any) -> Any: ...
 
 
-class _MsgspecCodec:
-    """A format that msgspec writes and reads. Decoders are made once per type."""
+class MsgspecCodec:
+    """A format that msgspec writes and reads: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes, pydantic
+    models. Msgpack is smaller and faster than JSON, and its bytes stay bytes. Decoders are made once per type."""
 
-    name: str
-    _module: Any
-
-    def __init__(self) -> None:
-        self._encoder = self._module.Encoder(enc_hook=_encode_other)
+    def __init__(self, name: str, module: Any) -> None:
+        self.name = name
+        self._module = module
+        self._encoder = module.Encoder(enc_hook=_encode_other)
         self._decoders: dict[Any, Any] = {}
 
     def encode(self, value: object) -> bytes:
@@ -56,11 +56,8 @@ class _MsgspecCodec:
         return decoder.decode(data)
 
 
-class JsonCodec(_MsgspecCodec):
-    """JSON by msgspec: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes as base64, pydantic models."""
-
-    name = "json"
-    _module = msgspec.json
+class JsonCodec(MsgspecCodec):
+    """JSON by msgspec, with bytes as base64. Refuses what other readers of JSON could not read."""
 
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
@@ -68,13 +65,6 @@ class JsonCodec(_MsgspecCodec):
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
             raise ValueError(f"it has more than {MAX_DEPTH} lists and objects inside each other")
         return data
-
-
-class MsgpackCodec(_MsgspecCodec):
-    """The same types as JSON, smaller and faster, and bytes stay bytes."""
-
-    name = "msgpack"
-    _module = msgspec.msgpack
 
 
 class RawCodec:
@@ -97,7 +87,8 @@ class Codecs:
     """The codecs that an app knows, by name."""
 
     def __init__(self, default: str | Codec = "json") -> None:
-        self._known: dict[str, Codec] = {codec.name: codec for codec in (JsonCodec(), MsgpackCodec(), RawCodec())}
+        built_in = (JsonCodec("json", msgspec.json), MsgspecCodec("msgpack", msgspec.msgpack), RawCodec())
+        self._known: dict[str, Codec] = {codec.name: codec for codec in built_in}
         if not isinstance(default, str):
             self.add(default)
         self.default = self.get(default if isinstance(default, str) else default.name)
