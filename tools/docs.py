@@ -6,9 +6,20 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from holdfast._core.options import MAX_COUNT, MAX_WAIT_S, IdTemplate, OnConflict, Option, Where, options_of
+from holdfast._core.options import (
+    MAX_COUNT,
+    MAX_WAIT_S,
+    HandlerOptions,
+    IdTemplate,
+    OnConflict,
+    Option,
+    PullOptions,
+    TaskOptions,
+    UsingOptions,
+    options_of,
+)
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -96,12 +107,12 @@ def task_options() -> str:
     rows = [
         (
             option.name,
-            default_of(option, Where.TASK),
-            default_of(option, Where.FAIL_HANDLER) if Where.FAIL_HANDLER in option.where else "",
+            default_of(option, TaskOptions),
+            default_of(option, HandlerOptions) if option in options_of(HandlerOptions) else "",
             value_of(option),
             option.help,
         )
-        for option in options_of(Where.TASK)
+        for option in options_of(TaskOptions)
     ]
     return option_table(["option", "default", "in `on_failure`", "value", ""], rows)
 
@@ -111,11 +122,11 @@ def request_options() -> str:
     rows = [
         (
             option.name,
-            "the task's" if Where.TASK in option.where else default_of(option, Where.USING),
+            "the task's" if option in options_of(TaskOptions) else default_of(option, UsingOptions),
             value_of(option),
             option.help,
         )
-        for option in options_of(Where.USING)
+        for option in options_of(UsingOptions)
     ]
     return option_table(["option", "default", "value", ""], rows)
 
@@ -123,8 +134,8 @@ def request_options() -> str:
 def pull_options() -> str:
     """The options of a queue that is pulled from."""
     rows = [
-        (option.name, default_of(option, Where.PULL), value_of(option), option.help)
-        for option in options_of(Where.PULL)
+        (option.name, default_of(option, PullOptions), value_of(option), option.help)
+        for option in options_of(PullOptions)
     ]
     return option_table(["option", "default", "value", ""], rows)
 
@@ -134,7 +145,7 @@ def option_table(head: list[str], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {line} |" for line in lines)])
 
 
-def default_of(option: Option, place: Where) -> str:
+def default_of(option: Option, place: type[Any]) -> str:
     default = option.default_in(place)
     if default is None:
         return option.default_text

@@ -1,9 +1,8 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
 from holdfast._client.app import Holdfast
-from holdfast._client.info import JobInfo, Stats
 from holdfast._client.lease import Lease
-from holdfast._client.queue import Queue
+from holdfast._client.queue import JobInfo, Queue, Stats
 from holdfast._client.request import BoundRequest, Handle
 from holdfast._client.task import Task
 from holdfast._core.arguments import content_id

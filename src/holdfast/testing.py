@@ -15,13 +15,14 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from holdfast._client.app import Holdfast, rehearsal_worker, use_storage
+from holdfast._client.app import MAX_LEASE_MS, Holdfast
 from holdfast._client.task import Task
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at, to_at
-from holdfast._worker.telemetry import RunEvent
+from holdfast._worker.telemetry import RunEvent, default_worker_name
+from holdfast._worker.worker import WorkerSettings
 from holdfast.errors import HoldfastError, OptionError
 from holdfast.storage import connect
 
@@ -38,15 +39,16 @@ class Rehearsal:
 
     def __init__(self, app: Holdfast[Any], *, now: datetime = START) -> None:
         self._app = app
+        self._session = app._session  # pyright: ignore[reportPrivateUsage]
         self.clock = ManualClock(to_at("now", now) / 1e6)
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        use_storage(self._app, connect("memory://", clock=self.clock))
+        self._session.rehearse(connect("memory://", clock=self.clock))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        use_storage(self._app, None)
+        self._session.rehearse(None)
 
     @property
     def now(self) -> datetime:
@@ -65,7 +67,9 @@ class Rehearsal:
             if len(self._runs) - before > 2 * max_runs:  # Its start and its end are an event each.
                 worker.stop()
 
-        worker = rehearsal_worker(self._app, note)
+        settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
+        handlers = self._app._served(None)  # pyright: ignore[reportPrivateUsage]
+        worker = self._app._inline_worker(handlers, settings, note)  # pyright: ignore[reportPrivateUsage]
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
             raise HoldfastError(
@@ -97,14 +101,8 @@ class Rehearsal:
         """The first time up to the target at which a job is due."""
         times: list[int] = []
         for queue in (await self._app.storage.snapshot()).queues:
-            after: str | None = None
-            while True:
-                page = await self._app.storage.scan(queue.queue, state=State.WAITING, after=after)
-                times += [job.run_at for job in page.jobs if self.clock.now_us() < job.run_at <= target]
-                after = page.after
-                if after is None:
-                    break
-        return min(times, default=None)
+            times += [to_at("run_at", job.run_at) async for job in self._app.queue(queue.queue).jobs(State.WAITING)]
+        return min((at for at in times if self.clock.now_us() < at <= target), default=None)
 
 
 def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:

@@ -33,8 +33,8 @@ from holdfast import (
     State,
     WaitTimeout,
 )
+from holdfast._client.request import Using
 from holdfast._client.sync import SyncApp, SyncHandle, SyncLease, SyncQueue, SyncUsing
-from holdfast._client.task import Using
 from tests.app.conftest import Place
 
 AppMaker = Callable[..., Holdfast[Any]]
@@ -207,7 +207,7 @@ def test_a_blocking_call_may_come_before_and_beside_the_open_app(serving: Any) -
 
 
 def _place_of(app: Holdfast[Any]) -> dict[str, Any]:
-    return {"url": app._session.address.url, "namespace": app._session.address.namespace}
+    return {"url": app._session.url, "namespace": app._session.namespace}
 
 
 # Queues

@@ -457,7 +457,7 @@ def test_nothing_is_left_of_the_other_test(rehearse):
 
 def test_the_app_is_itself_again():
     assert "nowhere.invalid" in repr(shop.app)
-    assert not shop.app._session.rehearsing
+    assert not shop.app._session.rehearsal
 """
 
 
@@ -489,11 +489,11 @@ def test_a_failing_test_still_puts_the_app_back(project: Callable[[str], subproc
 
         def test_fails(rehearse):
             rehearse(shop.app)
-            assert shop.app._session.rehearsing
+            assert shop.app._session.rehearsal
             assert False, "on purpose"
 
         def test_after():
-            assert not shop.app._session.rehearsing
+            assert not shop.app._session.rehearsal
     """)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
 

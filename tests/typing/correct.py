@@ -312,7 +312,7 @@ def block() -> None:
     assert_type(add.sync.bind(1), BoundRequest[int])
     assert_type(app.sync.enqueue_many([add.bind(1)]), list[SyncHandle[int]])
     queue = app.sync.queue("blocking")
-    queue.enqueue({"to": "ada"}, id="welcome", priority=3)
+    assert_type(queue.enqueue({"to": "ada"}, id="welcome", priority=3), SyncHandle[Any])
     assert_type(queue.get("welcome"), JobInfo | None)
     lease = queue.lease(seconds=5, wait=5)
     assert_type(lease, SyncLease | None)

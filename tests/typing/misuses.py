@@ -125,6 +125,10 @@ async def options() -> None:
     await add.using(wait="5").call(1)  # error
     await add.enqueue(1, delay=5)  # error
     add.sync.using(dealy=5)  # error
+    queue.sync.enqueue({}, wait=5)  # error
+    queue.sync.pause("by hand")  # error
+    queue.sync.lease(30)  # error
+    queue.sync.jobs(5)  # error
     handle = await add.enqueue(1)
     await handle.result(5)  # error
     await handle.result(wait="5")  # error

@@ -6,13 +6,14 @@ import math
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._client.policy import queue_config
+from holdfast._client.task import queue_config
+from holdfast._client.waiters import to_wait_s
 from holdfast._core.jobs import MAX_MS, Update
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
@@ -20,24 +21,22 @@ from holdfast._core.options import (
     OPTIONS,
     EnqueueOptions,
     HandlerOptions,
+    LeaseOptions,
     Option,
     PullOptions,
     Seconds,
     StubOptions,
     TaskOptions,
     UsingOptions,
-    Where,
     all_fields,
     check_names,
     from_at,
     given_fields,
     options_of,
     to_at,
-    to_choice,
     to_count,
     to_ms,
     to_update,
-    to_wait_s,
 )
 from holdfast._core.retry_policy import FAIL_HANDLER, PULL, TASK, Policy, QueueConfig
 from holdfast.errors import OptionError
@@ -198,10 +197,11 @@ def test_what_is_no_whole_number_is_no_count(value: Any) -> None:
 
 
 def test_a_choice_is_one_of_the_choices() -> None:
-    assert to_choice("delivery", "a", ("a", "b")) == "a"
+    delivery = Option("delivery", Literal["a", "b"], "How.")
+    assert delivery.convert("a") == "a"
     for bad in ("c", "", None, ["a"]):
         with pytest.raises(OptionError, match="delivery is one of 'a', 'b', not"):
-            to_choice("delivery", bad, ("a", "b"))
+            delivery.convert(bad)
 
 
 @pytest.mark.parametrize(
@@ -226,54 +226,51 @@ def test_a_rule_that_there_is_none_of_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "name", "meant"),
     [
-        (Where.USING, "prioriy", "priority"),
-        (Where.USING, "waits", "wait"),
-        (Where.USING, "max_retry", "max_retries"),
-        (Where.ENQUEUE, "runat", "run_at"),
-        (Where.TASK, "time_out", "timeout"),
-        (Where.TASK, "singelton", "singleton"),
-        (Where.TASK, "max_stall", "max_stalls"),
-        (Where.FAIL_HANDLER, "min_backof", "min_backoff"),
-        (Where.STUB, "nam", "name"),
+        (UsingOptions, "prioriy", "priority"),
+        (UsingOptions, "waits", "wait"),
+        (UsingOptions, "max_retry", "max_retries"),
+        (EnqueueOptions, "runat", "run_at"),
+        (TaskOptions, "time_out", "timeout"),
+        (TaskOptions, "singelton", "singleton"),
+        (TaskOptions, "max_stall", "max_stalls"),
+        (HandlerOptions, "min_backof", "min_backoff"),
+        (StubOptions, "nam", "name"),
     ],
 )
-def test_a_name_that_is_almost_right_is_refused_with_the_right_one(place: Where, name: str, meant: str) -> None:
+def test_a_name_that_is_almost_right_is_refused_with_the_right_one(place: type[Any], name: str, meant: str) -> None:
     with pytest.raises(OptionError, match=f"using has no option '{name}': did you mean '{meant}'?"):
         check_names("using", place, {name: 1})
 
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(Where.ENQUEUE, "wait"), (Where.FAIL_HANDLER, "unique"), (Where.STUB, "timeout"), (Where.USING, "zzz")],
+    [(EnqueueOptions, "wait"), (HandlerOptions, "unique"), (StubOptions, "timeout"), (UsingOptions, "zzz")],
 )
-def test_a_name_that_belongs_elsewhere_is_refused(place: Where, name: str) -> None:
+def test_a_name_that_belongs_elsewhere_is_refused(place: type[Any], name: str) -> None:
     with pytest.raises(OptionError, match=f"has no option '{name}'"):
         check_names("enqueue", place, {name: 1})
 
 
 def test_a_name_like_nothing_is_refused_with_all_that_there_are() -> None:
     with pytest.raises(OptionError, match=r"it takes dedup_ttl, delay, id, max_retries, .*wait$"):
-        check_names("using", Where.USING, {"zzzzzz": 1})
+        check_names("using", UsingOptions, {"zzzzzz": 1})
 
 
-TYPED = {
-    Where.ENQUEUE: EnqueueOptions,
-    Where.USING: UsingOptions,
-    Where.FAIL_HANDLER: HandlerOptions,
-    Where.TASK: TaskOptions,
-    Where.STUB: StubOptions,
-    Where.PULL: PullOptions,
-}
+PLACES = [EnqueueOptions, UsingOptions, HandlerOptions, TaskOptions, StubOptions, PullOptions, LeaseOptions]
 
 
-@pytest.mark.parametrize("place", TYPED, ids=str)
-def test_typed_dicts_have_the_keys_and_types_of_the_table(place: Where) -> None:
-    assert get_type_hints(TYPED[place]) == {option.name: option.type for option in options_of(place)}
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_typed_dicts_have_rows_of_the_same_type_in_the_table(place: type[Any]) -> None:
+    assert get_type_hints(place) == {option.name: option.type for option in options_of(place)}
+
+
+def test_every_row_of_the_table_is_allowed_somewhere() -> None:
+    assert set(OPTIONS) == {name for place in PLACES for name in get_type_hints(place)}
 
 
 def test_every_default_of_the_table_is_a_valid_value() -> None:
     for option in OPTIONS.values():
-        for place in Where:
+        for place in PLACES:
             default = option.default_in(place)
             assert default is None or option.convert(default) is not None, (option.name, place)
 
@@ -281,7 +278,7 @@ def test_every_default_of_the_table_is_a_valid_value() -> None:
 def test_a_default_that_is_not_a_value_is_described() -> None:
     undescribed = [
         (option.name, place)
-        for place in (Where.TASK, Where.FAIL_HANDLER, Where.USING, Where.PULL)
+        for place in (TaskOptions, HandlerOptions, UsingOptions, PullOptions)
         for option in options_of(place)
         if option.default_in(place) is None and not option.default_text
     ]
@@ -294,9 +291,11 @@ def test_help_is_one_line_of_whole_sentences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "policy"), [(Where.TASK, TASK), (Where.FAIL_HANDLER, FAIL_HANDLER), (Where.PULL, PULL)], ids=str
+    ("place", "policy"),
+    [(TaskOptions, TASK), (HandlerOptions, FAIL_HANDLER), (PullOptions, PULL)],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_defaults_of_the_table_make_the_default_policies(place: Where, policy: Policy) -> None:
+def test_defaults_of_the_table_make_the_default_policies(place: type[Any], policy: Policy) -> None:
     assert queue_config("q", place, {}) == QueueConfig(queue="q", policy=policy)
 
 
@@ -305,14 +304,14 @@ def test_fields_of_a_request_are_those_given_and_none_is_not_given() -> None:
 
 
 def test_fields_of_a_task_are_all_with_defaults() -> None:
-    fields = all_fields(Where.TASK, {"timeout": 5, "concurrency": None})
+    fields = all_fields(TaskOptions, {"timeout": 5, "concurrency": None})
     assert (fields["timeout_ms"], fields["max_retries"], fields["concurrency"]) == (5_000, 10, None)
     with pytest.raises(OptionError, match="timeout is a number of seconds"):
-        all_fields(Where.TASK, {"timeout": None})
+        all_fields(TaskOptions, {"timeout": None})
 
 
 def test_an_option_carries_its_bounds_and_its_name_into_the_refusal() -> None:
-    option = Option("cache_ttl", Seconds, "Time.", Where.TASK, least=1, most=60)
+    option = Option("cache_ttl", Seconds, "Time.", least=1, most=60)
     assert (option.field, option.convert(60)) == ("cache_ttl_ms", 60_000)
     with pytest.raises(OptionError, match="cache_ttl is from 1 to 60 seconds, not 61"):
         option.convert(61)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import itertools
 import sys
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
 
-from holdfast._client import request
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
-from holdfast._client.session import Session
+from holdfast._client.session import Session, check_shared
 from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
@@ -24,12 +27,11 @@ from holdfast._core.options import (
     Seconds,
     StubOptions,
     TaskOptions,
-    Where,
     check_names,
     to_count,
     to_ms,
 )
-from holdfast._core.replies import Snapshot
+from holdfast._core.replies import Enqueued, Snapshot
 from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
 from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
@@ -38,7 +40,7 @@ from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_n
 from holdfast._worker.worker import Worker, WorkerSettings, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
-from holdfast.storage.validation import FAILED_SUFFIX, check_queue, check_worker
+from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -57,6 +59,8 @@ H = TypeVar("H")
 
 MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
 MAX_PROCESSES = 1_000
+CALLS_AT_ONCE = 4
+"""Concurrent enqueue calls per queue in `enqueue_many`: the next batch is encoded while another one runs."""
 
 
 class Holdfast(RunnableApp, Generic[T]):
@@ -88,7 +92,6 @@ class Holdfast(RunnableApp, Generic[T]):
         )
         self._lifespan = lifespan
         self._tasks: dict[str, Definition] = {}
-        self._stubs: set[str] = set()
         self._around = AppHooks(find=self._find)
         self._on_event: list[OnEvent] = []
 
@@ -110,7 +113,7 @@ class Holdfast(RunnableApp, Generic[T]):
     @property
     def tasks(self) -> list[str]:
         """The names of the tasks that a worker of this app can run."""
-        return [name for name in self._tasks if name not in self._stubs]
+        return [name for name, definition in self._tasks.items() if not definition.stub]
 
     @property
     def resources(self) -> T:
@@ -127,8 +130,8 @@ class Holdfast(RunnableApp, Generic[T]):
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
         """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
-        check_names("task", Where.TASK, options)
-        define = self._define(cast("TaskOptions", options), stub=False)
+        check_names("task", TaskOptions, options)
+        define = partial(self._define, cast("TaskOptions", options), False)
         return define if function is None else define(function)
 
     def stub(self, **options: Unpack[StubOptions]) -> TaskDecorator:
@@ -138,30 +141,25 @@ class Holdfast(RunnableApp, Generic[T]):
         ... def render(doc: bytes) -> bytes:
         ...     raise NotImplementedError
         """
-        check_names("stub", Where.STUB, options)
+        check_names("stub", StubOptions, options)
         if "name" not in options:
             raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
-        return cast("TaskDecorator", self._define(cast("TaskOptions", options), stub=True))
+        return cast("TaskDecorator", partial(self._define, cast("TaskOptions", options), True))
 
-    def _define(self, options: TaskOptions, *, stub: bool) -> Callable[[Callable[..., Any]], Task[Any, Any, Any]]:
-        def define(function: Callable[..., Any]) -> Task[Any, Any, Any]:
-            if not callable(function) or inspect.isclass(function):
-                raise OptionError(f"a task is a function, not {function!r:.60}")
-            name = options.get("name") or default_name(function)
-            check_queue(name)
-            if name.endswith(FAILED_SUFFIX):
-                raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
-            if name in self._tasks:
-                other = self._tasks[name].arguments.function
-                raise OptionError(
-                    f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
-                )
-            definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
-            if stub:
-                self._stubs.add(name)
-            return Task(self._session, definition)
-
-        return define
+    def _define(self, options: TaskOptions, stub: bool, function: Callable[..., Any]) -> Task[Any, Any, Any]:
+        if not callable(function) or inspect.isclass(function):
+            raise OptionError(f"a task is a function, not {function!r:.60}")
+        name = options.get("name") or default_name(function)
+        check_queue(name)
+        if name.endswith(FAILED_SUFFIX):
+            raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
+        if name in self._tasks:
+            other = self._tasks[name].arguments.function
+            raise OptionError(
+                f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
+            )
+        definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
+        return Task(definition)
 
     # Requests
 
@@ -171,7 +169,24 @@ class Holdfast(RunnableApp, Generic[T]):
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
-        return await request.enqueue_many(self._session, bounds)
+        requests = _checked(bounds)
+        queues: dict[str, list[int]] = defaultdict(list)
+        for index, bound in enumerate(requests):
+            queues[bound.queue].append(index)
+        storage = self.storage
+        replies: dict[int, Enqueued] = {}
+
+        async def send(queue: str, batch: list[int]) -> None:
+            answers = await storage.enqueue(queue, [requests[index].request for index in batch])
+            replies.update(zip(batch, answers, strict=True))
+
+        async def send_queue(queue: str, indexes: list[int]) -> None:
+            waiting = batches(indexes, lambda index: _size(requests[index]))
+            while now := list(itertools.islice(waiting, CALLS_AT_ONCE)):
+                await _all_or_raise(send(queue, batch) for batch in now)
+
+        await _all_or_raise(send_queue(queue, indexes) for queue, indexes in queues.items())
+        return [Handle(self._session, bound, replies[index]) for index, bound in enumerate(requests)]
 
     def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
         """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
@@ -186,7 +201,13 @@ class Holdfast(RunnableApp, Generic[T]):
         ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
         ...     app.enqueue_in(db, welcome.bind("ada"))
         """
-        return request.enqueue_in(self._session, transaction, bounds)
+        storage = self._session.transaction_storage
+        sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
+        for queue, group in itertools.groupby(_checked(bounds), lambda bound: bound.queue):
+            for batch in batches(group, _size):
+                replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
+                sent += zip(batch, replies, strict=True)
+        return [Handle(self._session, bound, reply) for bound, reply in sent]
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
         """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
@@ -198,7 +219,7 @@ class Holdfast(RunnableApp, Generic[T]):
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
         """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
         limits of its queue, as `queue` takes them."""
-        return await self.queue(read_token(token).queue, **options).lease_from_token(token)
+        return await self.queue(read_token(token)[0], **options).lease_from_token(token)
 
     async def stats(self) -> Snapshot:
         """Counts of all queues, and the workers that are there."""
@@ -213,7 +234,7 @@ class Holdfast(RunnableApp, Generic[T]):
         """Blocking versions, for code that has no event loop."""
         from holdfast._client.sync import SyncApp
 
-        return SyncApp(self._session)
+        return SyncApp(self._session, self)
 
     async def _find(self, queue: str, id: str) -> Job | None:
         (job,) = await self.storage.get(queue, [id])
@@ -223,26 +244,22 @@ class Holdfast(RunnableApp, Generic[T]):
 
     def middleware(self, function: Middleware) -> Middleware:
         """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
-        self._around.middleware.append(_hook("middleware", function))
-        return function
+        return _add_hook("middleware", self._around.middleware, function)
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
         """Call a function when a run has completed its job, or failed it for good, before that is stored. It may change
         the `Execution` (`result`, `error`, `ttl`), and may be async. If it raises, nothing is changed and `on_error`
         is called."""
-        self._around.after.append(_hook("after_execution", function))
-        return function
+        return _add_hook("after_execution", self._around.after, function)
 
     def on_event(self, function: OnEvent) -> OnEvent:
         """Call a function with each `RunEvent` of this app's workers, in order, once it is stored."""
-        self._on_event.append(_hook("on_event", function))
-        return function
+        return _add_hook("on_event", self._on_event, function)
 
     def on_error(self, function: OnError) -> OnError:
         """Call a function with each error that is not the failure of a job (a hook that raised, a storage that cannot
         be reached), and with the place where it happened. Without such a hook the error is logged."""
-        self._around.errors.append(_hook("on_error", function))
-        return function
+        return _add_hook("on_error", self._around.errors, function)
 
     def add_codec(self, codec: Codec) -> None:
         """Make a codec known by its name, so that payloads it wrote can be read."""
@@ -288,7 +305,7 @@ class Holdfast(RunnableApp, Generic[T]):
         )
         if processes is None:
             return self._inline_worker(handlers, settings)
-        self._session.address.check_shared()
+        check_shared(self._session.url)
         pool = Pool(
             PoolSettings(
                 target=locate_app(self),
@@ -303,15 +320,14 @@ class Holdfast(RunnableApp, Generic[T]):
         return Worker(pool, self._opened, settings, HookDispatcher(self._on_event, self._around.report_error))
 
     def _parts(self) -> AppParts:
-        address = self._session.address
         return AppParts(
             handlers=self._served(None),
             hooks=self._around,
             on_event=self._on_event,
             lifespan=self._lifespan,
-            url=address.url,
-            namespace=address.namespace,
-            max_payload=address.max_payload,
+            url=self._session.url,
+            namespace=self._session.namespace,
+            max_payload=self._session.max_payload,
             open_lazily=self._open_lazily,
         )
 
@@ -321,23 +337,16 @@ class Holdfast(RunnableApp, Generic[T]):
 
     def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:
         inline = Inline(handlers, self._around)
-
-        @asynccontextmanager
-        async def opened() -> AsyncGenerator[Storage]:
-            async with self._opened() as storage:
-                if self._lifespan is None:
-                    yield storage
-                    return
-                async with self._lifespan() as resources:
-                    inline.runner.resources = resources
-                    yield storage
-
         dispatcher = HookDispatcher([*self._on_event, *hooks], self._around.report_error)
-        return Worker(inline, opened, settings, dispatcher)
+        return Worker(inline, partial(self._opened, inline), settings, dispatcher)
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncGenerator[Storage]:
-        async with self:
+    async def _opened(self, inline: Inline | None = None) -> AsyncGenerator[Storage]:
+        """Open the storage for a worker, and make the resources of its inline runs."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self)
+            if inline is not None and self._lifespan is not None:
+                inline.runner.resources = await stack.enter_async_context(self._lifespan())
             yield self.storage
 
     def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
@@ -348,21 +357,29 @@ class Holdfast(RunnableApp, Generic[T]):
         return [handlers[queue] for queue in choose(handlers, queues)]
 
 
-def use_storage(app: Holdfast[Any], storage: Storage | None) -> None:
-    """For holdfast.testing: have an app use another storage, on every loop, until None is put back."""
-    app._session.rehearse(storage)  # pyright: ignore[reportPrivateUsage]
+async def _all_or_raise(sending: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all, also if some raise; then raise the first error."""
+    for error in await asyncio.gather(*sending, return_exceptions=True):
+        if error is not None:
+            raise error
 
 
-def rehearsal_worker(app: Holdfast[Any], hook: OnEvent) -> Worker:
-    """For holdfast.testing: a worker that runs what is ready and then ends."""
-    settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
-    handlers = app._served(None)  # pyright: ignore[reportPrivateUsage]
-    return app._inline_worker(handlers, settings, hook)  # pyright: ignore[reportPrivateUsage]
+def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
+    bounds = list(requests)
+    for bound in bounds:
+        if not isinstance(bound, BoundRequest):
+            raise OptionError(f"a request is what task.bind(…) or queue.bind(…) gives, not {bound!r:.60}")
+    return bounds
 
 
-def _hook(what: str, function: H) -> H:
+def _size(bound: BoundRequest[Any]) -> int:
+    return len(bound.request.work.payload or b"")
+
+
+def _add_hook(what: str, hooks: list[H], function: H) -> H:
     if not callable(function):
         raise OptionError(f"{what} takes a function, not {function!r:.60}: use it as a decorator, @app.{what}")
+    hooks.append(function)
     return function
 
 

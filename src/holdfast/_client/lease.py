@@ -8,7 +8,7 @@ import random
 import time
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,10 @@ from holdfast._core.failure import error_from_exception, truncate_error
 from holdfast._core.jobs import Job, LeaseRef, Release, Settlement
 from holdfast._core.options import OPTIONS, Seconds, from_at, to_at, to_ms
 from holdfast._core.replies import SettleResult
-from holdfast._core.retry_policy import Policy, Raised, Returned, verdict
+from holdfast._core.retry_policy import QueueConfig, Raised, Returned, verdict
 from holdfast.errors import HoldfastError, JobError, OptionError
 
+Token = tuple[str, bytes, int, str, int]
 _rng = random.Random()
 
 
@@ -31,25 +32,17 @@ class Lease:
     """
 
     def __init__(
-        self,
-        *,
-        session: Session,
-        queue: str,
-        policy: Policy,
-        job: Job,
-        worker: str,
-        length_ms: int,
-        restored: bool,
+        self, session: Session, config: QueueConfig, job: Job, worker: str, length_ms: int, *, restored: bool = False
     ) -> None:
         assert job.run is not None
         self._restored = restored
         """The lease comes from a token: the time of its claim, by the clock of this process, is not known."""
         self._session = session
-        self._policy = policy
+        self._policy = config.policy
         self._job = job
         self._worker = worker
         self._length_ms = length_ms
-        self.queue = queue
+        self.queue = config.queue
         self.id = job.id
         self.payload: Any = session.codecs.decode_or_leave(job.work.payload, job.work.codec)
         """Decoded; bytes if they were enqueued as bytes, or cannot be read."""
@@ -108,10 +101,8 @@ class Lease:
     async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
         """Hold the lease for as long again (or for `seconds`) from now. False if it is lost. See `cancel_asked`."""
         length_ms = self._length_ms if seconds is None else OPTIONS["seconds"].convert(seconds)
-        encoded: bytes | None = None
-        if progress is not None:
-            codecs = self._session.codecs
-            encoded = codecs.encode(f"progress of job {self.id!r}", progress, codecs.get("json"))
+        codecs, what = self._session.codecs, f"progress of job {self.id!r}"
+        encoded = None if progress is None else codecs.encode(what, progress, codecs.get("json"))
         lease = LeaseRef(self.id, self.fence, encoded)
         sent_at = time.monotonic()
         reply = await self._session.storage.extend(self.queue, [lease], worker=self._worker, lease_ms=length_ms)
@@ -148,22 +139,14 @@ class Lease:
         return f"<lease of job {self.id!r} in {self.queue} until {self.deadline:%H:%M:%S}>"
 
 
-class Token(NamedTuple):
-    """What a lease is known by."""
-
-    queue: str
-    id: bytes
-    fence: int
-    worker: str
-    length_ms: int
-
-
 def read_token(token: str) -> Token:
+    """The parts of `Lease.token`: queue, id, fence, worker and length in milliseconds."""
     try:
         data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
-        return msgspec.msgpack.decode(data, type=Token)
+        parts: Token = msgspec.msgpack.decode(data, type=Token)
     except (ValueError, TypeError):
         raise OptionError(f"{token!r:.80} is not a lease token: pass the token printed by `holdfast lease`") from None
+    return parts
 
 
 def _as_error(error: BaseException | str | None, otherwise: JobError) -> JobError:

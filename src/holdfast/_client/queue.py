@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
+from datetime import datetime
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
+import msgspec
+
 from holdfast._client import request, waiters
-from holdfast._client.info import JobInfo, Stats, job_info, queue_stats
 from holdfast._client.lease import Lease, read_token
-from holdfast._client.policy import queue_config
-from holdfast._client.request import BoundRequest, Handle, request_template
-from holdfast._client.results import value_of
+from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
+from holdfast._client.task import queue_config
+from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, Release, Request, Settlement, State, Update, Work
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
@@ -23,15 +26,14 @@ from holdfast._core.options import (
     EnqueueOptions,
     PullOptions,
     Seconds,
-    Where,
     check_names,
+    from_at,
     to_ms,
-    to_wait_s,
 )
-from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept, WorkerFacts
+from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept
 from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
-from holdfast.errors import HoldfastError, JobNotFound, OptionError
+from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError
 from holdfast.storage import audit
 from holdfast.storage.validation import check_queue, clean_id
 
@@ -40,6 +42,52 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+COPIED = ("id", "state", "generation", "priority", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
+"""Fields of a record that users see unchanged."""
+
+
+class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as it is stored now."""
+
+    queue: str
+    id: str
+    state: State
+    generation: int
+    payload: Any
+    """Decoded; bytes if this app cannot decode it. None once the job has completed, and in lists."""
+    priority: int
+    run_at: datetime
+    created_at: datetime
+    attempts: int
+    retries: int
+    stalls: int
+    timeouts: int
+    worker: str | None
+    progress: Any
+    result: Any
+    error: JobError | None
+    deferred: bool
+    """Another request waits for the present run to end."""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one queue."""
+
+    ready: int = 0
+    scheduled: int = 0
+    running: int = 0
+    retrying: int = 0
+    deferred: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    oldest_ready_seconds: float = 0.0
+    paused: bool = False
+    reason: str = ""
+    workers: list[str] = []
+    totals: dict[str, int] = {}
+    """How often each event has happened since the queue was created."""
+
 
 class Queue:
     """A queue by its name. See `Holdfast.queue`."""
@@ -47,9 +95,9 @@ class Queue:
     def __init__(self, session: Session, name: str, options: PullOptions) -> None:
         self._session = session
         self.name = check_queue(name)
-        check_names(f"queue {name}", Where.PULL, options)
-        self._policy = queue_config(name, Where.PULL, options).policy
-        self._template = request_template(name, _any_type, {})
+        check_names(f"queue {name}", PullOptions, options)
+        self._config = queue_config(name, PullOptions, options)
+        self._template = RequestTemplate(name, {})
         self._worker = f"pull-{default_worker_name()}"
 
     def __repr__(self) -> str:
@@ -66,7 +114,7 @@ class Queue:
 
     def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> BoundRequest[Any]:
         """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
-        check_names("enqueue", Where.ENQUEUE, options)
+        check_names("enqueue", EnqueueOptions, options)
         return self._bind(payload, options)
 
     async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
@@ -81,7 +129,7 @@ class Queue:
         self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]
     ) -> Any:
         """Request a job and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
-        check_names("call", Where.ENQUEUE, options)
+        check_names("call", EnqueueOptions, options)
         return await request.call(self._session, self._bind(payload, {**options, "wait": wait}))
 
     async def retry(self, id: str | bytes) -> Handle[Any]:
@@ -90,7 +138,7 @@ class Queue:
         return await request.enqueue(self._session, BoundRequest(self._template, again))
 
     def _bind(self, payload: object, options: Mapping[str, Any]) -> BoundRequest[Any]:
-        template = request_template(self.name, _any_type, options) if options else self._template
+        template = RequestTemplate(self.name, options) if options else self._template
         data, codec = self._session.codecs.encode_any(f"the payload for {self.name}", payload)
         return request.bind(template, data, codec, template.id)
 
@@ -149,13 +197,13 @@ class Queue:
 
     async def lease_from_token(self, token: str) -> Lease | None:
         """A lease of this queue that was taken before, here or elsewhere, by its `token`; None if it is lost."""
-        parts = read_token(token)
-        if parts.queue != self.name:
-            raise OptionError(f"that is a lease of {parts.queue}, not of {self.name}")
-        (job,) = await self._session.storage.get(self.name, [clean_id(parts.id)])
-        if job is None or job.run is None or (job.run.fence, job.run.worker) != (parts.fence, parts.worker):
+        queue, id, fence, worker, length_ms = read_token(token)
+        if queue != self.name:
+            raise OptionError(f"that is a lease of {queue}, not of {self.name}")
+        (job,) = await self._session.storage.get(self.name, [clean_id(id)])
+        if job is None or job.run is None or (job.run.fence, job.run.worker) != (fence, worker):
             return None
-        return self._lease(job, parts.worker, parts.length_ms, restored=True)
+        return Lease(self._session, self._config, job, worker, length_ms, restored=True)
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
         """The next job that may run; without one, None and the time until the next poll in seconds."""
@@ -167,23 +215,12 @@ class Queue:
                 soonest_s = POLL_INTERVAL_S if claim.next_poll_at is None else (claim.next_poll_at - claim.now) / 1e6
                 return None, min(POLL_INTERVAL_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
-            refused: Settlement | None = admit(job, self._policy)
+            refused: Settlement | None = admit(job, self._config.policy)
             if loop.time() - sent_at >= seconds_ms / 1000:  # The answer took longer than the lease.
                 refused = Release(job.id, fence_of(job))
             if refused is None:
-                return self._lease(job, self._worker, seconds_ms), 0.0
+                return Lease(self._session, self._config, job, self._worker, seconds_ms), 0.0
             await self._session.storage.settle(self.name, [refused], worker=self._worker)
-
-    def _lease(self, job: Job, worker: str, length_ms: int, *, restored: bool = False) -> Lease:
-        return Lease(
-            session=self._session,
-            queue=self.name,
-            policy=self._policy,
-            job=job,
-            worker=worker,
-            length_ms=length_ms,
-            restored=restored,
-        )
 
     async def _claim(self, seconds_ms: int) -> Claim:
         """Claim one job. If the caller is cancelled meanwhile, release it."""
@@ -199,10 +236,24 @@ class Queue:
 
     # One job
 
+    def _info(self, job: Job) -> JobInfo:
+        decode, outcome = self._session.codecs.decode_or_leave, job.outcome
+        error = job.error if outcome is None else outcome.error
+        return JobInfo(
+            queue=self.name,
+            payload=decode(job.work.payload, job.work.codec),
+            run_at=from_at(job.run_at),
+            created_at=from_at(job.created_at),
+            progress=decode(None if job.run is None else job.run.progress, "json"),
+            result=None if outcome is None else decode(outcome.result, outcome.codec),
+            error=None if error is None else decode_error(error),
+            **{name: getattr(job, name) for name in COPIED},
+        )
+
     async def get(self, id: str | bytes) -> JobInfo | None:
         """A job as it is now; None if there is none, or it is forgotten."""
         (job,) = await self._session.storage.get(self.name, [clean_id(id)])
-        return None if job is None else job_info(self.name, job, self._session.codecs)
+        return None if job is None else self._info(job)
 
     @overload
     async def result(self, id: str | bytes, *, type: type[R], wait: Seconds | None = DEFAULT_WAIT_S) -> R: ...
@@ -241,7 +292,7 @@ class Queue:
         while True:
             page = await self._session.storage.scan(self.name, state=wanted, after=after)
             for job in page.jobs:
-                yield job_info(self.name, job, self._session.codecs)
+                yield self._info(job)
             after = page.after
             if after is None:
                 return
@@ -251,13 +302,10 @@ class Queue:
         snapshot = await self._session.storage.snapshot()
         for queue in snapshot.queues:
             if queue.queue == self.name:
-                return queue_stats(queue)
-        workers = [worker.worker for worker in snapshot.workers if self._is_served_by(worker.facts)]
-        return Stats(workers=workers)
-
-    def _is_served_by(self, facts: WorkerFacts) -> bool:
-        queues = facts.get("queues")
-        return isinstance(queues, list) and self.name in queues
+                counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
+                return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
+        served = [(worker.worker, worker.facts.get("queues")) for worker in snapshot.workers]
+        return Stats(workers=[name for name, queues in served if isinstance(queues, list) and self.name in queues])
 
     async def pause(self, *, reason: str = "") -> None:
         """Stop workers and callers of `lease` from taking jobs, until `resume`. Running jobs continue."""
@@ -311,11 +359,6 @@ class Queue:
             async for event in events:
                 if event.happened:
                     yield event
-
-
-def _any_type() -> Any:
-    """Type of the results of a queue without a task."""
-    return Any
 
 
 def _state(state: State | str) -> State:

@@ -1,33 +1,22 @@
-"""Tasks: a function, its options, and the requests made through it."""
+"""Tasks: a function, its options, its handlers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
-import msgspec
+from msgspec.structs import replace
 
-from holdfast._client import request
-from holdfast._client.policy import queue_config
-from holdfast._client.request import BoundRequest, Handle, RequestTemplate
+from holdfast._client.request import AT_MOST_ONCE, RequestTemplate, Using
 from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
-from holdfast._core.codec import Codec
-from holdfast._core.jobs import Update
-from holdfast._core.options import (
-    OPTIONS,
-    HandlerOptions,
-    TaskOptions,
-    UsingOptions,
-    Where,
-    check_names,
-)
+from holdfast._core.jobs import DEFAULT_PRIORITY, Update
+from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, all_fields, check_names
+from holdfast._core.retry_policy import Policy, QueueConfig
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError
 from holdfast.storage.validation import FAILED_SUFFIX
-
-if TYPE_CHECKING:
-    from holdfast._client.sync import SyncUsing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,53 +24,11 @@ C = TypeVar("C")
 F = TypeVar("F", bound=Callable[[Failure], object])
 
 
-class Using(Generic[P, R]):
-    """A task with options for the requests made through it."""
-
-    def __init__(self, session: Session, definition: Definition, options: Mapping[str, Any]) -> None:
-        self._session = session
-        self._definition = definition
-        self._options = options
-        self._template = definition.request_template(options)
-
-    def using(self, **options: Unpack[UsingOptions]) -> Using[P, R]:
-        """The same task, with options for its requests: `id, on_conflict, delay, run_at, priority, result_ttl,
-        dedup_ttl, timeout, max_retries, max_stalls, max_timeouts, wait`."""
-        check_names("using", Where.USING, options)
-        return Using(self._session, self._definition, {**self._options, **options})
-
-    def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
-        """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
-        definition, template = self._definition, self._template
-        given = definition.arguments.by_name(args, kwargs)
-        codec = definition.codec()
-        payload = definition.arguments.encode(self._session.codecs, codec, given)
-        id = template.id
-        if id is None and definition.make_id is not None:
-            id = definition.make_id(given)
-        return request.bind(template, payload, codec.name, id)
-
-    async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Request a run. When this returns, the job is stored."""
-        return await request.enqueue(self._session, self.bind(*args, **kwargs))
-
-    async def call(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Request a run and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
-        return cast("R", await request.call(self._session, self.bind(*args, **kwargs)))
-
-    @property
-    def sync(self) -> SyncUsing[P, R]:
-        """The same verbs, blocking: for code that has no event loop."""
-        from holdfast._client.sync import SyncUsing
-
-        return SyncUsing(self._session, self)
-
-
 class Task(Using[P, R], Generic[P, R, C]):
     """A function that can be requested: `enqueue`, `call`, `using`, `bind`. Called plainly, it runs here."""
 
-    def __init__(self, session: Session, definition: Definition) -> None:
-        super().__init__(session, definition, {})
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition, {})
         self.name = definition.name
         """Name of the queue of this task."""
         self.__wrapped__ = definition.arguments.function
@@ -126,7 +73,7 @@ class Definition:
     def __init__(
         self, session: Session, function: Callable[..., Any], name: str, options: TaskOptions, *, stub: bool = False
     ) -> None:
-        self._session = session
+        self.session = session
         self.stub = stub
         """The function is in another program; here is only its signature."""
         self.name = name
@@ -140,51 +87,53 @@ class Definition:
         template = unique if singleton is None else singleton
         self.make_id = None if template is None else id_maker(self.arguments, template)
         """Makes the id of a job from its arguments; None if the task has neither `unique` nor `singleton`."""
-        self._update = None if singleton is None else Update()
-        priority = OPTIONS["priority"]
-        self._priority = priority.convert(options.get("priority", priority.default))
-        self._codec_name = options.get("codec")
-        if self._codec_name is not None:
-            session.codecs.get(self._codec_name)
-        self.handler = self._make_handler(self.arguments, Where.TASK, options, self._codec_name)
+        priority = OPTIONS["priority"].convert(options.get("priority", DEFAULT_PRIORITY))
+        codecs, codec_name = session.codecs, options.get("codec")
+        self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
+        """Writes arguments and results."""
+        config = queue_config(name, TaskOptions, options)
+        self.handler = Handler(config, self.arguments, codecs, self.codec.name)
         self.fail_handler: Handler | None = None
-
-    def request_template(self, options: Mapping[str, Any]) -> RequestTemplate:
-        """What the requests made with these options have in common."""
-        return request.request_template(
-            self.name,
-            self._returns,
-            options,
-            update=self._update,
-            priority=self._priority,
-            at_most_once=self.handler.config.policy.at_most_once,
+        self.request_template = functools.partial(
+            RequestTemplate,
+            name,
+            arguments=self.arguments,
+            update=None if singleton is None else Update(),
+            priority=priority,
+            at_most_once=config.policy.at_most_once,
         )
-
-    def _returns(self) -> Any:
-        return self.arguments.returns
-
-    def codec(self) -> Codec:
-        """The codec that writes the arguments."""
-        if self.arguments.raw:
-            return self._session.codecs.get("raw")
-        return self._session.codecs.default if self._codec_name is None else self._session.codecs.get(self._codec_name)
+        """Makes what the requests with the given options have in common."""
 
     def add_fail_handler(self, function: Callable[[Failure], object], options: HandlerOptions) -> None:
-        check_names(f"on_failure of {self.name}", Where.FAIL_HANDLER, options)
+        check_names(f"on_failure of {self.name}", HandlerOptions, options)
         if self.fail_handler is not None:
             raise OptionError(f"{self.name} has a fail handler already")
-        arguments = Arguments(self.name + FAILED_SUFFIX, function)
+        queue, codecs = self.name + FAILED_SUFFIX, self.session.codecs
+        arguments = Arguments(queue, function)
         if len(arguments.signature.parameters) != 1:
             raise OptionError(f"the fail handler of {self.name} takes one parameter, a Failure")
-        self.fail_handler = self._make_handler(arguments, Where.FAIL_HANDLER, options, None)
+        config = queue_config(queue, HandlerOptions, options)
+        self.fail_handler = Handler(config, arguments, codecs, codecs.default.name)
         self.fail_handler.fails_for = self.arguments
         config = self.handler.config
-        policy = msgspec.structs.replace(config.policy, follows_up=True)
-        self.handler.config = msgspec.structs.replace(config, policy=policy)
+        self.handler.config = replace(config, policy=replace(config.policy, follows_up=True))
 
-    def _make_handler(
-        self, arguments: Arguments, place: Where, options: Mapping[str, Any], codec_name: str | None
-    ) -> Handler:
-        codecs = self._session.codecs
-        config = queue_config(arguments.name, place, options)
-        return Handler(config, arguments, codecs, codecs.default.name if codec_name is None else codec_name)
+
+def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> QueueConfig:
+    """How the jobs of one queue are run: the given options, and the defaults of the place where they were given."""
+    fields = all_fields(place, options)
+    shortest, longest = fields["min_backoff_ms"], fields["max_backoff_ms"]
+    if shortest > longest:
+        if "min_backoff" in options and "max_backoff" in options:
+            raise OptionError(f"max_backoff ({longest / 1000:g} s) is less than min_backoff ({shortest / 1000:g} s)")
+        given = shortest if "min_backoff" in options else longest  # It crosses the default of the other.
+        fields.update(min_backoff_ms=given, max_backoff_ms=given)
+    at_most_once = fields["delivery"] == "at_most_once"
+    if at_most_once:
+        fields.update(AT_MOST_ONCE)
+    exclusive = fields["singleton"] is not None
+    on_storage_loss = fields["on_storage_loss"] or ("kill" if exclusive else "hold")
+    fields.update(at_most_once=at_most_once, exclusive=exclusive, dies_with_storage=on_storage_loss == "kill")
+    policy = Policy(**{name: fields[name] for name in Policy.__struct_fields__ if name in fields})
+    limits = {name: fields[name] for name in QueueConfig.__struct_fields__ if name in fields}
+    return QueueConfig(queue=queue, policy=policy, **limits)

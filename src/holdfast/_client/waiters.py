@@ -1,4 +1,5 @@
-"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint.
+"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint. The
+outcome becomes a value, or the exception that says how the job ended.
 
 A hint that is lost costs at most one `POLL_INTERVAL_S`; the record is the truth.
 """
@@ -8,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Self
+from typing import Any, Self
 
 from msgspec.structs import replace
 
+from holdfast._client.session import Session
 from holdfast._core.events import POLL_INTERVAL_S, Event, Events, Topic
+from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Outcome, Request, State
 from holdfast._core.lifecycle import Answer, answer
-from holdfast._core.options import MAX_WAIT_S
+from holdfast._core.options import MAX_WAIT_S, Seconds, to_ms
 from holdfast._core.replies import Enqueued, KeepResult, Placed
-from holdfast.errors import JobCancelled, JobForgotten, OptionError, StorageUnavailable, WaitTimeout
+from holdfast.errors import JobCancelled, JobFailed, JobForgotten, StorageUnavailable, WaitTimeout
 from holdfast.storage import Storage
 
 KEEP_MARGIN_MS = 10_000
@@ -37,13 +40,13 @@ async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s
     Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 polls once, None is without a
     limit.
     """
-    check_wait(wait_s)
+    wait_s = to_wait_s(wait_s)
     async with _Waiter(storage, queue, id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 await waiter.ask_to_keep()
         except TimeoutError:
-            raise WaitTimeout(f"job {id!r} in {queue}: its storage did not answer within {wait_s:g} s") from None
+            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s") from None
         return await waiter.wait(generation, poll_first=True)
 
 
@@ -52,15 +55,13 @@ async def ask(
 ) -> tuple[Enqueued, Outcome]:
     """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no poll
     of the record. `check` may raise at the reply. Raises as `wait` does."""
-    check_wait(wait_s)
+    wait_s = to_wait_s(wait_s)
     async with _Waiter(storage, queue, request.id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
         except TimeoutError:
-            raise WaitTimeout(
-                f"job {request.id!r} in {queue}: its storage did not answer within {wait_s:g} s; it may be stored"
-            ) from None
+            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s; it may be stored") from None
         check(reply)
         if reply.outcome is not None:
             return reply, reply.outcome
@@ -68,9 +69,23 @@ async def ask(
         return reply, await waiter.wait(reply.generation, poll_first=not new)
 
 
-def check_wait(wait_s: float | None) -> None:
-    if wait_s is not None and not 0 <= wait_s <= MAX_WAIT_S:
-        raise OptionError(f"wait is a number of seconds from 0 to {MAX_WAIT_S}, or None for ever, not {wait_s!r:.40}")
+def to_wait_s(value: Seconds | None) -> float | None:
+    """How long a caller waits, in seconds; None waits without a limit."""
+    if value is None or (isinstance(value, int | float) and 0 <= value <= MAX_WAIT_S and not isinstance(value, bool)):
+        return value
+    return to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
+
+
+def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: Any) -> Any:
+    """The result of a completed job, decoded as `returns`. Raises `JobFailed` or `JobCancelled` for any other."""
+    if outcome.state is State.CANCELLED:
+        raise JobCancelled(f"job {id!r} in {queue} was cancelled")
+    if outcome.state is State.FAILED:
+        error = decode_error(outcome.error)
+        raise JobFailed(f"job {id!r} in {queue} failed: {error}", error=error)
+    if outcome.result is None:
+        return None
+    return session.codecs.decode(f"the result of job {id!r} in {queue}", outcome.result, outcome.codec, returns)
 
 
 class _Waiter:
@@ -87,6 +102,9 @@ class _Waiter:
         self._listening: AbstractAsyncContextManager[Events] | None = None
         self._events: Events | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
+
+    def __str__(self) -> str:
+        return f"job {self._id!r} in {self._queue}"
 
     async def __aenter__(self) -> Self:
         """Subscribe to hints, unless that takes too long, or there is only one poll."""
@@ -113,7 +131,7 @@ class _Waiter:
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
         if kept is KeepResult.MISSING:
-            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record (any more)")
+            raise JobForgotten(f"{self} has no record (any more)")
         self._asked_at = asyncio.get_running_loop().time()
 
     async def wait(self, generation: int, *, poll_first: bool) -> Outcome:
@@ -121,26 +139,25 @@ class _Waiter:
         hint: Event | None = None
         poll = poll_first
         while True:
-            found: Outcome | Answer | None = _outcome_in(hint, generation)
+            found: Outcome | Answer | None = None
+            if hint is not None and hint.outcome is not None and hint.outcome.generation == generation:
+                found = hint.outcome  # That of another generation could be younger than one that the record still has.
             if found is None and poll:
                 found = await self._poll(generation)
             if isinstance(found, Outcome):
                 if found.state is State.CANCELLED:
-                    raise JobCancelled(f"job {self._id!r} in {self._queue} was cancelled")
+                    raise JobCancelled(f"{self} was cancelled")
                 return found
             self._raise_if_over(found)
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
-                await self._ask_again()
+                try:
+                    await self.ask_to_keep()
+                except StorageUnavailable as error:
+                    self._storage_error = error
             left = POLL_INTERVAL_S if self._deadline is None else min(POLL_INTERVAL_S, self._deadline - loop.time())
-            hint = await self._hint(max(left, 0.0))
+            left = max(left, 0.0)
+            hint = await (asyncio.sleep(left, None) if self._events is None else self._events.within(left))
             poll = True
-
-    async def _hint(self, seconds: float) -> Event | None:
-        """The next hint, or None when it is time to poll anyway."""
-        if self._events is not None:
-            return await self._events.within(seconds)
-        await asyncio.sleep(seconds)
-        return None
 
     async def _poll(self, generation: int) -> Outcome | Answer | None:
         """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
@@ -157,27 +174,10 @@ class _Waiter:
 
     def _raise_if_over(self, answer: Answer | None) -> None:
         if answer is Answer.DROPPED:
-            raise JobCancelled(
-                f"the request for job {self._id!r} in {self._queue} was cancelled while an earlier run went on"
-            )
+            raise JobCancelled(f"the request for {self} was cancelled while an earlier run went on")
         if answer is Answer.FORGOTTEN:
-            raise JobForgotten(f"job {self._id!r} in {self._queue} has no record any more: its outcome was not kept")
+            raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            reason = (
-                "" if self._storage_error is None else f" (the storage could not be reached: {self._storage_error})"
-            )
-            raise WaitTimeout(
-                f"job {self._id!r} in {self._queue} did not end within {self._wait_s:g} s; it goes on{reason}"
-            )
-
-    async def _ask_again(self) -> None:
-        try:
-            await self.ask_to_keep()
-        except StorageUnavailable as error:
-            self._storage_error = error
-
-
-def _outcome_in(hint: Event | None, generation: int) -> Outcome | None:
-    """The outcome that a hint brought along, if it is just that of the generation waited for. Any other could be
-    younger than one that the record still has."""
-    return hint.outcome if hint is not None and hint.outcome and hint.outcome.generation == generation else None
+            error = self._storage_error
+            reason = "" if error is None else f" (the storage could not be reached: {error})"
+            raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it goes on{reason}")

@@ -114,22 +114,19 @@ class Arguments:
 
     def check(self, codec: Codec) -> None:
         """Can the codec read every parameter? Raises `OptionError`, and names the one that it cannot."""
-        for parameter in self._parameters:
-            self._check_type(codec, f"parameter {parameter.name!r}", self._field(parameter)[1])
+        types = {f"parameter {parameter.name!r}": self._field(parameter)[1] for parameter in self._parameters}
+        for what, type in {**types, "the result": self.returns}.items():
+            try:
+                codec.decode(b"", type)
+            except TypeError as error:
+                raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
+            except UNDECODABLE:
+                pass  # No bytes fit any type; only the type itself is checked here.
         if not self.whole:
             try:
                 self._as_struct()
             except Exception as error:
                 raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
-        self._check_type(codec, "the result", self.returns)
-
-    def _check_type(self, codec: Codec, what: str, type: Any) -> None:
-        try:
-            codec.decode(b"", type)
-        except TypeError as error:
-            raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
-        except UNDECODABLE:
-            pass  # No bytes fit any type; only the type itself is checked here.
 
     def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call the function with."""
@@ -183,40 +180,69 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, Any]], str]:
     """How ids are made from arguments. A template is checked here, so that a mistake shows when the task is defined."""
+    name, parameters = arguments.name, arguments.signature.parameters
+    empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
+    defaults = {p.name: empty.get(p.kind, p.default) for p in parameters.values()}
+
     if callable(template):
-        return lambda given: _called(arguments, template, given)
+        make = template
+
+        def called(given: dict[str, Any]) -> str:
+            args, kwargs = _spread(parameters.values(), {**defaults, **given})
+            id = make(*args, **kwargs)
+            if not isinstance(id, str):
+                raise OptionError(f"the function that makes the ids of {name} gave {id!r:.60}, not text")
+            return id
+
+        return called
+    what = f"the id template {template!r:.80} of {name}"
     try:
         pieces = list(string.Formatter().parse(template))
     except (ValueError, TypeError) as error:
-        raise OptionError(f"the id template {template!r:.80} of {arguments.name} cannot be read: {error}") from None
+        raise OptionError(f"{what} cannot be read: {error}") from None
     if not template:
-        raise OptionError(f"the id template of {arguments.name} is empty")
+        raise OptionError(f"the id template of {name} is empty")
     for _, field, spec, conversion in pieces:
-        if field is None:
-            continue
-        if field not in arguments.signature.parameters or spec or conversion:
-            names = ", ".join(f"{{{name}}}" for name in arguments.signature.parameters) or "no parameter at all"
+        if field is not None and (field not in parameters or spec or conversion):
+            names = ", ".join(f"{{{name}}}" for name in parameters) or "no parameter at all"
             raise OptionError(
-                f"the id template {template!r:.80} of {arguments.name} has {{{field}}}: it may name {names},"
-                " and nothing else; for more, give a function"
+                f"{what} has {{{field}}}: it may name {names}, and nothing else; for more, give a function"
             )
-    special = _separators(arguments, template, pieces)
-    return lambda given: _filled(arguments, pieces, special, given)
+    special = _separators(what, pieces)
+
+    def filled(given: dict[str, Any]) -> str:
+        values = {**defaults, **given}
+        return "".join(
+            literal + ("" if field is None else _escaped(values[field], special)) for literal, field, _, _ in pieces
+        )
+
+    return filled
 
 
-def _separators(arguments: Arguments, template: str, pieces: list[Any]) -> str:
+def _separators(what: str, pieces: list[Any]) -> str:
     """What stands between two fields: where it is in a value it is escaped, or two calls could make one id."""
     fields = [at for at, piece in enumerate(pieces) if piece[1] is not None]
     between = [pieces[at][0] for at in fields[1:]]
     if "" in between:
-        raise OptionError(f"the id template {template!r:.80} of {arguments.name} needs something between two fields")
+        raise OptionError(f"{what} needs something between two fields")
     special = "".join(sorted(set("".join(between))))
     if set(special) & set("0123456789ABCDEF%~"):
         raise OptionError(
-            f"the id template {template!r:.80} of {arguments.name} has a digit, a letter from A to F, a % or a ~"
-            " between two fields: use ':', '-' or another character"
+            f"{what} has a digit, a letter from A to F, a % or a ~ between two fields:"
+            " use ':', '-' or another character"
         )
     return special
+
+
+def _escaped(value: object, special: str) -> str:
+    """A value as part of an id. Escaped, so that ("a:b", "c") and ("a", "b:c") make different ids."""
+    if value is None:
+        return "~"
+    text = value if isinstance(value, str) else canonical(value).decode().strip('"')
+    escaped = quote(text, safe="@+").replace("~", "%7E")
+    for character in special:
+        escaped = escaped.replace(character, f"%{ord(character):02X}")
+    return escaped
 
 
 def content_id(*args: object, **kwargs: object) -> str:
@@ -237,42 +263,11 @@ def content_id(*args: object, **kwargs: object) -> str:
         raise PayloadRejected(f"no id can be made from this content: {error}") from error
 
 
-def _with_defaults(arguments: Arguments, given: dict[str, Any]) -> dict[str, Any]:
-    """Every parameter and its value, those that were left out included."""
-    parameters = arguments.signature.parameters.values()
-    empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
-    return {p.name: given.get(p.name, empty.get(p.kind, p.default)) for p in parameters}
-
-
-def _filled(arguments: Arguments, pieces: list[Any], special: str, given: dict[str, Any]) -> str:
-    values = _with_defaults(arguments, given)
-    parts = (literal + ("" if field is None else _escaped(values[field], special)) for literal, field, _, _ in pieces)
-    return "".join(parts)
-
-
-def _escaped(value: object, special: str) -> str:
-    """A value as part of an id. Escaped, so that ("a:b", "c") and ("a", "b:c") make different ids."""
-    if value is None:
-        return "~"
-    text = value if isinstance(value, str) else canonical(value).decode().strip('"')
-    escaped = quote(text, safe="@+").replace("~", "%7E")
-    for character in special:
-        escaped = escaped.replace(character, f"%{ord(character):02X}")
-    return escaped
-
-
-def _called(arguments: Arguments, template: Callable[..., str], given: dict[str, Any]) -> str:
-    args, kwargs = _spread(arguments.signature.parameters.values(), _with_defaults(arguments, given))
-    id = template(*args, **kwargs)
-    if not isinstance(id, str):
-        raise OptionError(f"the function that makes the ids of {arguments.name} gave {id!r:.60}, not text")
-    return id
-
-
 def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Values by name, as a call passes them: by name again, unless more positions follow."""
     parameters = list(parameters)
     starred = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
+    positional = (Parameter.POSITIONAL_ONLY, *([Parameter.POSITIONAL_OR_KEYWORD] if starred else []))
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for parameter in parameters:
@@ -281,9 +276,7 @@ def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple
             args.extend(value)
         elif parameter.kind is Parameter.VAR_KEYWORD:
             kwargs.update(value)
-        elif parameter.kind is Parameter.POSITIONAL_ONLY or (
-            starred and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ):
+        elif parameter.kind in positional:
             args.append(value)
         else:
             kwargs[parameter.name] = value

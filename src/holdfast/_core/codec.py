@@ -6,10 +6,9 @@ against its annotations. A record notes which codec wrote it: a queue may mix th
 
 from __future__ import annotations
 
-import math
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -33,14 +32,14 @@ class Codec(Protocol):
     def decode(self, data: bytes, type: Any) -> Any: ...
 
 
-class _MsgspecCodec:
-    """A format that msgspec writes and reads. Decoders are made once per type."""
+class MsgspecCodec:
+    """A format that msgspec writes and reads: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes, pydantic
+    models. Msgpack is smaller and faster than JSON, and its bytes stay bytes. Decoders are made once per type."""
 
-    name: str
-    _module: Any
-
-    def __init__(self) -> None:
-        self._encoder = self._module.Encoder(enc_hook=_encode_other)
+    def __init__(self, name: str, module: Any) -> None:
+        self.name = name
+        self._module = module
+        self._encoder = module.Encoder(enc_hook=_encode_other)
         self._decoders: dict[Any, Any] = {}
 
     def encode(self, value: object) -> bytes:
@@ -57,11 +56,8 @@ class _MsgspecCodec:
         return decoder.decode(data)
 
 
-class JsonCodec(_MsgspecCodec):
-    """JSON by msgspec: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes as base64, pydantic models."""
-
-    name = "json"
-    _module = msgspec.json
+class JsonCodec(MsgspecCodec):
+    """JSON by msgspec, with bytes as base64. Refuses what other readers of JSON could not read."""
 
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
@@ -69,13 +65,6 @@ class JsonCodec(_MsgspecCodec):
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
             raise ValueError(f"it has more than {MAX_DEPTH} lists and objects inside each other")
         return data
-
-
-class MsgpackCodec(_MsgspecCodec):
-    """The same types as JSON, smaller and faster, and bytes stay bytes."""
-
-    name = "msgpack"
-    _module = msgspec.msgpack
 
 
 class RawCodec:
@@ -98,7 +87,8 @@ class Codecs:
     """The codecs that an app knows, by name."""
 
     def __init__(self, default: str | Codec = "json") -> None:
-        self._known: dict[str, Codec] = {codec.name: codec for codec in (JsonCodec(), MsgpackCodec(), RawCodec())}
+        built_in = (JsonCodec("json", msgspec.json), MsgspecCodec("msgpack", msgspec.msgpack), RawCodec())
+        self._known: dict[str, Codec] = {codec.name: codec for codec in built_in}
         if not isinstance(default, str):
             self.add(default)
         self.default = self.get(default if isinstance(default, str) else default.name)
@@ -166,10 +156,11 @@ def canonical(value: object) -> bytes:
 
 def _refuse_nan(value: object, data: bytes) -> None:
     """JSON has no NaN and no infinity: msgspec writes null, or a name as a key. Look closer only where one is."""
-    if (b"null" in data or b'"nan"' in data or b'inf"' in data) and not _all_finite(
-        msgspec.to_builtins(value, enc_hook=_encode_other)
-    ):
-        raise ValueError("NaN and infinity have no place in JSON: send None, or a string")
+    if b"null" in data or b'"nan"' in data or b'inf"' in data:
+        try:
+            json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other), allow_nan=False)
+        except ValueError:
+            raise ValueError("NaN and infinity have no place in JSON: send None, or a string") from None
 
 
 def _encode_other(value: Any) -> Any:
@@ -190,17 +181,6 @@ def _decode_other(type: Any, value: Any) -> Any:
 def _is_pydantic(type: Any) -> bool:
     model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported it.
     return model is not None and isinstance(type, model.__class__)
-
-
-def _all_finite(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[object, object]", value)
-        return all(map(_all_finite, items.values())) and all(map(_all_finite, items))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_all_finite, cast("Iterable[object]", value)))
-    return True
 
 
 def _depth(data: bytes) -> int:

@@ -1,14 +1,13 @@
 """Options as callers write them: one table, and the checks and conversions that follow from it.
 
 To add an option to tasks, write three things:
-1. Its row in `OPTIONS`: name, type, help, where it is allowed, default, bounds.
-2. Its key in the TypedDict of each place where it is allowed: type checkers of users read these. A test compares them
-   with the table.
+1. Its key and its type in the TypedDict of each place where it is allowed. Type checkers of users read these.
+2. Its row in `OPTIONS`: name, help, default, bounds.
 3. Its use: a field of the same name (`name_ms` for a length) in the struct that carries the value, which is `Policy` or
    `QueueConfig` (retry_policy.py) for what a worker applies, and `Work` (jobs.py) for what is stored with each request;
    and the code that reads this field.
 The check of unknown names and of bounds, the conversion, the tables of docs/api.md and the options of the command line
-follow from the row.
+follow from the TypedDict and the row.
 
 Three words for time: `timeout` limits a run, `wait` is how long a caller waits, `lease` and `seconds` are the length of
 a lease. Every length is a number of seconds or a timedelta; fields hold milliseconds and end in `_ms`. Points in time
@@ -18,11 +17,10 @@ are aware datetimes; fields hold microseconds since the epoch.
 from __future__ import annotations
 
 import difflib
-import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, Required, TypedDict, get_args, get_origin
+from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -39,294 +37,10 @@ DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
 """30 days. A caller that waits for longer passes None."""
 MAX_COUNT = 1_000_000
-MIN_SECONDS_MS, MAX_SECONDS_MS = 100, 86_400_000
-"""Bounds of the length of a pulled lease: 0.1 s to one day."""
-
-
-class Where(enum.Flag):
-    """The places where an option can be allowed."""
-
-    TASK = enum.auto()
-    """`app.task`."""
-    STUB = enum.auto()
-    """`app.stub`."""
-    FAIL_HANDLER = enum.auto()
-    """`task.on_failure`."""
-    ENQUEUE = enum.auto()
-    """`queue.enqueue`, `queue.bind` and `queue.call`."""
-    USING = enum.auto()
-    """`task.using`."""
-    PULL = enum.auto()
-    """`app.queue` and `app.lease`."""
-    LEASE = enum.auto()
-    """`queue.lease` and `queue.leased`."""
-    CLI_ENQUEUE = enum.auto()
-    """`holdfast enqueue`."""
-    CLI_CALL = enum.auto()
-    """`holdfast call`."""
-    CLI_LEASE = enum.auto()
-    """`holdfast lease`."""
-
-
-class Option(msgspec.Struct, frozen=True):
-    """One row of the table."""
-
-    name: str
-    type: Any
-    """What a caller may pass, None aside: the same as in the TypedDicts."""
-    help: str
-    """One sentence that is true in every place where the option is allowed: for the docs and the command line."""
-    where: Where
-    default: Any = None
-    fail_default: Any = msgspec.UNSET
-    """Default in a fail handler, if it differs."""
-    pull_default: Any = msgspec.UNSET
-    """Default in a queue that is pulled from, if it differs."""
-    default_text: str = ""
-    """How the docs describe the default, where it is not a plain value."""
-    least: float = 0
-    """Lower bound: seconds of a length, or a count."""
-    most: float = 0
-    """Upper bound; the upper bound of its type if 0."""
-
-    @property
-    def is_length(self) -> bool:
-        return self.type in (Seconds, Seconds | None)
-
-    @property
-    def field(self) -> str:
-        """Name of the field that carries the value."""
-        return f"{self.name}_ms" if self.is_length else self.name
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of a length in seconds, or of a count."""
-        return self.least, self.most or (MAX_MS // 1000 if self.is_length else MAX_COUNT)
-
-    def default_in(self, place: Where) -> Any:
-        """The default in one place."""
-        special = {Where.FAIL_HANDLER: self.fail_default, Where.PULL: self.pull_default}.get(place, msgspec.UNSET)
-        return self.default if special is msgspec.UNSET else special
-
-    def convert(self, value: Any) -> Any:
-        """The value of the field, from the value that a caller passed. Raises `OptionError`."""
-        least, most = self.bounds
-        if self.is_length:
-            return to_ms(self.name, value, round(1000 * least), round(1000 * most))
-        if self.type is int:
-            return to_count(self.name, value, int(least), int(most))
-        if self.type is datetime:
-            return to_at(self.name, value)
-        if get_origin(self.type) is Literal:
-            return to_choice(self.name, value, get_args(self.type))
-        return value
-
-
-_HANDLERS = Where.TASK | Where.FAIL_HANDLER
-_PRODUCERS = Where.TASK | Where.STUB
-_REQUESTS = Where.ENQUEUE | Where.USING
-_COMMANDS = Where.CLI_ENQUEUE | Where.CLI_CALL
-
-_ROWS = [
-    Option("name", str, "Name of the queue.", _PRODUCERS, default_text="`module.function`"),
-    Option(
-        "unique",
-        IdTemplate,
-        "Id of the job, made from the arguments by a template or a function. A second request is a duplicate.",
-        _PRODUCERS,
-        default_text="none",
-    ),
-    Option(
-        "singleton",
-        IdTemplate,
-        "Like unique, but a second request updates the first one, or runs after it.",
-        _PRODUCERS,
-        default_text="none",
-    ),
-    Option(
-        "id",
-        str | bytes,
-        "Id of the job in its queue, 1 to 512 bytes.",
-        _REQUESTS | _COMMANDS,
-        default_text="a new one",
-    ),
-    Option(
-        "on_conflict",
-        OnConflict,
-        "If the id exists: keep the old request, update it, or raise DuplicateJob.",
-        _REQUESTS | _COMMANDS,
-        default_text='`"keep"`; `"update"` for a singleton',
-    ),
-    Option("delay", Seconds, "Time from now until the job is due.", _REQUESTS | _COMMANDS, default_text="none"),
-    Option(
-        "run_at",
-        datetime,
-        "Point in time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.",
-        _REQUESTS | _COMMANDS,
-        default_text="now",
-    ),
-    Option(
-        "timeout",
-        Seconds,
-        "Maximum length of one run.",
-        _HANDLERS | _REQUESTS | _COMMANDS,
-        default=60,
-        pull_default=None,
-        least=0.001,
-    ),
-    Option(
-        "max_retries",
-        int,
-        "Fail a job that was retried more often than this after an exception.",
-        _HANDLERS | _REQUESTS | Where.PULL | Where.CLI_LEASE,
-        default=10,
-        fail_default=100,
-        pull_default=None,
-        default_text="no limit",
-    ),
-    Option(
-        "max_stalls",
-        int,
-        "Fail a job whose worker or process was lost more often than this.",
-        _HANDLERS | _REQUESTS | Where.PULL | Where.CLI_LEASE,
-        default=3,
-        pull_default=None,
-        default_text="no limit",
-    ),
-    Option(
-        "max_timeouts",
-        int,
-        "Fail a job that timed out more often than this.",
-        _HANDLERS | _REQUESTS,
-        default=3,
-        pull_default=None,
-    ),
-    Option(
-        "min_backoff",
-        Seconds,
-        "Time before the first retry; it doubles with each further retry, with jitter.",
-        _HANDLERS | Where.PULL,
-        default=2,
-        fail_default=10,
-        pull_default=0,
-    ),
-    Option(
-        "max_backoff", Seconds, "Maximum time before a retry.", _HANDLERS | Where.PULL, default=300, fail_default=900
-    ),
-    Option(
-        "priority",
-        int,
-        "Priority of the job in its queue; higher first.",
-        _PRODUCERS | _REQUESTS | _COMMANDS,
-        default=DEFAULT_PRIORITY,
-        most=9,
-    ),
-    Option(
-        "result_ttl",
-        Seconds,
-        "How long the end of a job is remembered, if it has a chosen id, a result, or a waiting caller.",
-        Where.TASK | _REQUESTS | Where.PULL,
-        default=3_600,
-    ),
-    Option(
-        "dedup_ttl",
-        Seconds,
-        "How long a completed id answers further requests with its old result.",
-        Where.TASK | _REQUESTS,
-        default_text="as `result_ttl`",
-    ),
-    Option("failure_ttl", Seconds, "How long a failed job is listed.", _HANDLERS | Where.PULL, default=7 * 86_400),
-    Option("cancel_grace", Seconds, "How long a run may take to end after it was cancelled.", _HANDLERS, default=1),
-    Option(
-        "delivery",
-        Delivery,
-        "With at_most_once a job that was started never runs again.",
-        _PRODUCERS,
-        default="at_least_once",
-    ),
-    Option(
-        "on_storage_loss",
-        OnStorageLoss,
-        "Whether runs continue while the storage cannot be reached, or end before their lease can expire.",
-        Where.TASK,
-        default_text='`"hold"`; `"kill"` for a singleton',
-    ),
-    Option(
-        "size",
-        int,
-        "Units of capacity that a run takes; a process has 100, an inline worker 1,000.",
-        _HANDLERS,
-        default=10,
-        least=1,
-        most=100_000,
-    ),
-    Option(
-        "concurrency",
-        int,
-        "Maximum number of runs at the same time in one worker.",
-        _HANDLERS,
-        default_text="no limit",
-        least=1,
-    ),
-    Option(
-        "queue_priority", int, "Priority of the queue among those of a worker; higher first.", _HANDLERS, default=100
-    ),
-    Option("codec", str, "Name of the codec that writes arguments and results.", _PRODUCERS, default_text="the app's"),
-    Option(
-        "seconds",
-        Seconds,
-        "Length of the lease.",
-        Where.LEASE | Where.CLI_LEASE,
-        default=30,
-        least=MIN_SECONDS_MS / 1000,
-        most=MAX_SECONDS_MS // 1000,
-    ),
-    Option(
-        "wait",
-        Seconds | None,
-        "Maximum time to wait; 0 checks once.",
-        Where.USING | Where.LEASE | Where.CLI_CALL | Where.CLI_LEASE,
-        default=DEFAULT_WAIT_S,
-        most=MAX_WAIT_S,
-    ),
-]
-OPTIONS = {option.name: option for option in _ROWS}
-"""The table."""
-
-
-def options_of(place: Where) -> list[Option]:
-    """The options that are allowed in one place."""
-    return [option for option in _ROWS if place in option.where]
-
-
-def check_names(what: str, place: Where, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown option, and suggest the one that was probably meant. `what` names the place to the caller."""
-    for name in options:
-        if name not in OPTIONS or place not in OPTIONS[name].where:
-            names = sorted(option.name for option in options_of(place))
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(names)}"
-            raise OptionError(f"{what} has no option {name!r}: {hint}")
-
-
-def given_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request as fields, checked and converted. None means the default, as if it were not given."""
-    return {OPTIONS[name].field: OPTIONS[name].convert(value) for name, value in options.items() if value is not None}
-
-
-def all_fields(place: Where, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of the table as a field: the given ones, checked and converted, and the defaults of this place.
-    None is refused, except where it is the default."""
-    fields: dict[str, Any] = {}
-    for option in _ROWS:
-        default = option.default_in(place)
-        value = options.get(option.name, default)
-        fields[option.field] = None if value is None and default is None else option.convert(value)
-    return fields
 
 
 class EnqueueOptions(TypedDict, total=False):
-    """Options of one request."""
+    """Options of one request: `queue.enqueue`, `queue.bind` and `queue.call`."""
 
     id: str | bytes
     on_conflict: OnConflict
@@ -342,7 +56,7 @@ class EnqueueOptions(TypedDict, total=False):
 
 
 class UsingOptions(EnqueueOptions, total=False):
-    """Options of one call of a task."""
+    """Options of one call of a task: `task.using`."""
 
     wait: Seconds | None
 
@@ -389,7 +103,7 @@ class StubOptions(TypedDict, total=False):
 
 
 class PullOptions(TypedDict, total=False):
-    """Limits of a queue that is pulled from."""
+    """Limits of a queue that is pulled from: `app.queue` and `app.lease`."""
 
     max_retries: int
     max_stalls: int
@@ -397,6 +111,193 @@ class PullOptions(TypedDict, total=False):
     max_backoff: Seconds
     result_ttl: Seconds
     failure_ttl: Seconds
+
+
+class LeaseOptions(TypedDict, total=False):
+    """Options of `queue.lease` and `queue.leased`."""
+
+    seconds: Seconds
+    wait: Seconds | None
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One row of the table."""
+
+    name: str
+    type: Any
+    """What a caller may pass, None aside: as in the TypedDicts."""
+    help: str
+    """One sentence that is true in every place where the option is allowed: for the docs and the command line."""
+    default: Any = None
+    fail_default: Any = msgspec.UNSET
+    """Default in a fail handler, if it differs."""
+    pull_default: Any = msgspec.UNSET
+    """Default in a queue that is pulled from, if it differs."""
+    default_text: str = ""
+    """How the docs describe the default, where it is not a plain value."""
+    least: float = 0
+    """Lower bound: seconds of a length, or a count."""
+    most: float = 0
+    """Upper bound; the upper bound of its type if 0."""
+
+    @property
+    def is_length(self) -> bool:
+        return self.type in (Seconds, Seconds | None)
+
+    @property
+    def field(self) -> str:
+        """Name of the field that carries the value."""
+        return f"{self.name}_ms" if self.is_length else self.name
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of a length in seconds, or of a count."""
+        return self.least, self.most or (MAX_MS // 1000 if self.is_length else MAX_COUNT)
+
+    def default_in(self, place: type[Any]) -> Any:
+        """The default in one place."""
+        special = {HandlerOptions: self.fail_default, PullOptions: self.pull_default}.get(place, msgspec.UNSET)
+        return self.default if special is msgspec.UNSET else special
+
+    def convert(self, value: Any) -> Any:
+        """The value of the field, from the value that a caller passed. Raises `OptionError`."""
+        least, most = self.bounds
+        if self.is_length:
+            return to_ms(self.name, value, round(1000 * least), round(1000 * most))
+        if self.type is int:
+            return to_count(self.name, value, int(least), int(most))
+        if self.type is datetime:
+            return to_at(self.name, value)
+        if get_origin(self.type) is Literal:
+            choices: tuple[str, ...] = get_args(self.type)
+            if value not in choices:
+                raise OptionError(f"{self.name} is one of {', '.join(map(repr, choices))}, not {value!r:.60}")
+        return value
+
+
+_TYPES = {
+    name: type
+    for place in (TaskOptions, StubOptions, UsingOptions, PullOptions, LeaseOptions)
+    for name, type in get_type_hints(place).items()
+}
+
+
+def _row(name: str, help: str, **more: Any) -> Option:
+    return Option(name, _TYPES[name], help, **more)
+
+
+_ROWS = [
+    _row("name", "Name of the queue.", default_text="`module.function`"),
+    _row(
+        "unique",
+        "Id of the job, made from the arguments by a template or a function. A second request is a duplicate.",
+        default_text="none",
+    ),
+    _row(
+        "singleton", "Like unique, but a second request updates the first one, or runs after it.", default_text="none"
+    ),
+    _row("id", "Id of the job in its queue, 1 to 512 bytes.", default_text="a new one"),
+    _row(
+        "on_conflict",
+        "If the id exists: keep the old request, update it, or raise DuplicateJob.",
+        default_text='`"keep"`; `"update"` for a singleton',
+    ),
+    _row("delay", "Time from now until the job is due.", default_text="none"),
+    _row(
+        "run_at",
+        "Point in time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.",
+        default_text="now",
+    ),
+    _row("timeout", "Maximum length of one run.", default=60, pull_default=None, least=0.001),
+    _row(
+        "max_retries",
+        "Fail a job that was retried more often than this after an exception.",
+        default=10,
+        fail_default=100,
+        pull_default=None,
+        default_text="no limit",
+    ),
+    _row(
+        "max_stalls",
+        "Fail a job whose worker or process was lost more often than this.",
+        default=3,
+        pull_default=None,
+        default_text="no limit",
+    ),
+    _row("max_timeouts", "Fail a job that timed out more often than this.", default=3, pull_default=None),
+    _row(
+        "min_backoff",
+        "Time before the first retry; it doubles with each further retry, with jitter.",
+        default=2,
+        fail_default=10,
+        pull_default=0,
+    ),
+    _row("max_backoff", "Maximum time before a retry.", default=300, fail_default=900),
+    _row("priority", "Priority of the job in its queue; higher first.", default=DEFAULT_PRIORITY, most=9),
+    _row(
+        "result_ttl",
+        "How long the end of a job is remembered, if it has a chosen id, a result, or a waiting caller.",
+        default=3_600,
+    ),
+    _row(
+        "dedup_ttl",
+        "How long a completed id answers further requests with its old result.",
+        default_text="as `result_ttl`",
+    ),
+    _row("failure_ttl", "How long a failed job is listed.", default=7 * 86_400),
+    _row("cancel_grace", "How long a run may take to end after it was cancelled.", default=1),
+    _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
+    _row(
+        "on_storage_loss",
+        "Whether runs continue while the storage cannot be reached, or end before their lease can expire.",
+        default_text='`"hold"`; `"kill"` for a singleton',
+    ),
+    _row(
+        "size",
+        "Units of capacity that a run takes; a process has 100, an inline worker 1,000.",
+        default=10,
+        least=1,
+        most=100_000,
+    ),
+    _row("concurrency", "Maximum number of runs at the same time in one worker.", default_text="no limit", least=1),
+    _row("queue_priority", "Priority of the queue among those of a worker; higher first.", default=100),
+    _row("codec", "Name of the codec that writes arguments and results.", default_text="the app's"),
+    _row("seconds", "Length of the lease.", default=30, least=0.1, most=86_400),
+    _row("wait", "Maximum time to wait; 0 checks once.", default=DEFAULT_WAIT_S, most=MAX_WAIT_S),
+]
+OPTIONS = {option.name: option for option in _ROWS}
+"""The table."""
+
+
+def options_of(place: type[Any]) -> list[Option]:
+    """The options that a TypedDict has."""
+    return [option for option in _ROWS if option.name in place.__annotations__]
+
+
+def check_names(what: str, place: type[Any], options: Mapping[str, Any]) -> None:
+    """Refuse an unknown option, and suggest the one that was probably meant. `what` names the place to the caller."""
+    for name in options:
+        if name not in place.__annotations__:
+            names = sorted(place.__annotations__)
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(names)}"
+            raise OptionError(f"{what} has no option {name!r}: {hint}")
+
+
+def given_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request as fields, checked and converted. None means the default, as if it were not given."""
+    return {OPTIONS[name].field: OPTIONS[name].convert(value) for name, value in options.items() if value is not None}
+
+
+def all_fields(place: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the table as a field: the given ones, checked and converted, and the defaults of this place.
+    None is refused, except where it is the default."""
+    fields: dict[str, Any] = {}
+    for option in _ROWS:
+        default = option.default_in(place)
+        value = options.get(option.name, default)
+        fields[option.field] = None if value is None and default is None else option.convert(value)
+    return fields
 
 
 def to_ms(name: str, value: Seconds, least_ms: int = 0, most_ms: int = MAX_MS) -> int:
@@ -428,21 +329,9 @@ def from_at(at: int) -> datetime:
     return datetime.fromtimestamp(at // 1_000_000, UTC) + timedelta(microseconds=at % 1_000_000)
 
 
-def to_wait_s(value: Seconds | None) -> float | None:
-    """How long a caller waits, in seconds; None waits without a limit."""
-    return None if value is None else to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
-
-
 def to_count(name: str, value: int, least: int = 0, most: int = 1_000_000) -> int:
     if type(value) is not int or not least <= value <= most:
         raise OptionError(f"{name} is a whole number from {least} to {most}, not {value!r:.60}")
-    return value
-
-
-def to_choice(name: str, value: str, choices: Iterable[str]) -> str:
-    choices = list(choices)
-    if value not in choices:
-        raise OptionError(f"{name} is one of {', '.join(map(repr, choices))}, not {value!r:.60}")
     return value
 
 

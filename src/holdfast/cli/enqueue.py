@@ -7,11 +7,13 @@ from typing import Any
 import click
 
 from holdfast._client.app import Holdfast
-from holdfast._core.options import DEFAULT_WAIT_S, Where
+from holdfast._core.options import DEFAULT_WAIT_S
 from holdfast.cli.common import read_payload, with_app, with_present_app
 from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, say, say_json
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
+
+REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "timeout", "priority")
 
 
 def _payload_forms(command: Any) -> Any:
@@ -24,7 +26,7 @@ def _payload_forms(command: Any) -> Any:
 @click.argument("queue")
 @click.argument("payload")
 @_payload_forms
-@options_from_table(Where.CLI_ENQUEUE)
+@options_from_table(*REQUEST_OPTIONS)
 @as_json
 @with_app
 async def enqueue(
@@ -56,7 +58,7 @@ async def enqueue(
 @click.argument("queue")
 @click.argument("payload")
 @_payload_forms
-@options_from_table(Where.CLI_CALL)
+@options_from_table(*REQUEST_OPTIONS, "wait")
 @with_app
 async def call(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **options: Any

@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.explain import explain as find_reasons
-from holdfast._client.info import JobInfo
+from holdfast._client.queue import JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at

@@ -9,7 +9,6 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._core.jobs import State
-from holdfast._core.options import Where
 from holdfast.cli.common import read_payload, with_app
 from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.cli.output import NO, TIME_IS_UP, end, plain, say, say_json
@@ -19,7 +18,7 @@ LOST = "the lease is lost: it expired, or was settled already. Another may be at
 
 @click.command()
 @click.argument("queue")
-@options_from_table(Where.CLI_LEASE)
+@options_from_table("max_retries", "max_stalls", "seconds", "wait")
 @with_app
 async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: Any) -> None:
     """Take the next job of a queue, and print it as JSON.

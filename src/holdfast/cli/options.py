@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from holdfast._core.options import OPTIONS, OnConflict, Option, Where, options_of
+from holdfast._core.options import OPTIONS, HandlerOptions, OnConflict, Option
 from holdfast.cli.common import Number
 
 
@@ -27,14 +27,14 @@ class Time(click.ParamType[datetime]):
         return time
 
 
-def options_from_table(place: Where) -> Callable[[Any], Any]:
-    """Decorate a command with its options of the table. An option that is not given is None if its default depends on
+def options_from_table(*names: str) -> Callable[[Any], Any]:
+    """Decorate a command with these options of the table. An option that is not given is None if its default depends on
     the task, else it has the default of the table."""
 
     def decorate(command: Any) -> Any:
-        for option in reversed(options_of(place)):
-            default = option.default if option.where & (Where.LEASE | Where.STUB) else None
-            command = option_from_table(option.name, default=default)(command)
+        for name in reversed(names):
+            default = None if name in HandlerOptions.__annotations__ else OPTIONS[name].default
+            command = option_from_table(name, default=default)(command)
         return command
 
     return decorate

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import click
 
 from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, StorageAddress
+from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, check_shared
 from holdfast._worker.app_loader import import_app, parse_target
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.telemetry import FORMATS, HookDispatcher, Logs, default_worker_name, set_up_logging
@@ -189,7 +189,7 @@ def _lend_settings() -> None:
 async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
     """The storage that the app says it has: this process imports nothing of the user's."""
     hello = pool.hello
-    StorageAddress(hello.url, hello.namespace, hello.max_payload).check_shared()
+    check_shared(hello.url)
     assert hello.url is not None
     async with connect(hello.url, namespace=hello.namespace, max_payload=hello.max_payload) as storage:
         yield storage
