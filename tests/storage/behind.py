@@ -16,7 +16,7 @@ from holdfast.storage.redis import codec as form
 from holdfast.storage.redis.audit import INDEXES
 from tests import servers
 
-META = ("layout", "last_at", "last_stamp", "skew", "paused", "rebuilt", "priorities", "forget_at", *VIEWS)
+META = ("layout", "last_at", "last_stamp", "skew", "paused", "unused", "priorities", "forget_at", *VIEWS)
 TOTALS = struct.Struct(f"<Bqqq BBH q qq {len(form.KINDS)}q")
 """The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is left as it is."""
 

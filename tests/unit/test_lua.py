@@ -114,7 +114,6 @@ def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
     assert constant("MAX_CALL_BYTES") == validation.MAX_CALL_BYTES
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
     assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
-    assert constant("MEND_PASSES") == engine.REWRITE_PASSES
     assert constant("LAYOUT") == lua.LAYOUT
     assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}

@@ -50,6 +50,11 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
     return None, job
 
 
+def unreadable_meta(queue: str) -> Problem:
+    """The problem of a queue whose metadata `repair` must make from the records before anything else is checked."""
+    return Problem("meta", queue, "", "the metadata cannot be read: totals, pause and skew are lost")
+
+
 def _with_sorted_extension(job: Job) -> Job:
     """Return the job itself if the tags of its extensions ascend, and are those of the record or of the work; else with
     each entry at its place. An entry of the record has no place in `next`, which is not a generation yet."""
@@ -78,7 +83,7 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
         if problem is not None:
             problems.append(problem)
             if not dry_run:
-                transaction.rewrite(repaired)
+                transaction.rewrite(repaired, repaired)
     if not dry_run:
         transaction.close()
     problems += [Problem("index", queue, "", stray) for stray in strays]
@@ -93,23 +98,19 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
 def _recount(table: Table, queue: str, meta: QueueMeta, dry_run: bool) -> list[Problem]:
     actual = table.tally(queue)
     counted = {name: meta.counts.get(name, 0) for name in (*State, *VIEWS)}
-    problems, missing = compare_counts(queue, counted, actual, meta.totals, rebuilt=meta.rebuilt)
+    problems, missing = compare_counts(queue, counted, actual, meta.totals)
     if not dry_run:
-        meta.rebuilt = False
         meta.counts = actual
         meta.totals[EventKind.ENQUEUED] = meta.totals.get(EventKind.ENQUEUED, 0) + missing
     return problems
 
 
 def compare_counts(
-    queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int], *, rebuilt: bool
+    queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int]
 ) -> tuple[list[Problem], int]:
     """Compare a queue's counts with those of its records, which are right where the two differ, and check that the
     totals add up. Returns the problems and the number by which the total of enqueued jobs is too low."""
     problems: list[Problem] = []
-    if rebuilt:
-        detail = "the metadata could not be read: totals, pause and skew are lost"
-        problems.append(Problem("meta", queue, "", detail))
     for name, number in counted.items():
         found = actual.get(name, 0)
         if number != found:

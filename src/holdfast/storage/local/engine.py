@@ -35,7 +35,7 @@ from holdfast._core.replies import (
     WorkerInfo,
 )
 from holdfast.storage.base import Storage
-from holdfast.storage.local.audit import repair_page
+from holdfast.storage.local.audit import repair_page, unreadable_meta
 from holdfast.storage.local.table import QueueMeta, Table
 from holdfast.storage.local.transaction import QueueTransaction
 from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
@@ -52,8 +52,6 @@ SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
 FORGET_ON_ENQUEUE = 2
 """How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
-REWRITE_PASSES = 2
-"""How often a claim looks for what is misplaced before it takes what it finds."""
 
 
 class Engine:
@@ -113,22 +111,19 @@ class Engine:
         return any(at is not None and at <= now for at in times)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
-        """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
-        misplaced it."""
-        for _ in range(REWRITE_PASSES):
-            transaction = self._open(queue)
-            due = self.table.due(queue, transaction.now, limit)
-            misplaced = [job for job in due if _misplaced(job, transaction.time)]
-            if not misplaced:
-                return _claim(transaction, due, worker, lease_ms)
-            for job in misplaced:
-                transaction.rewrite(
-                    job if job.state is not State.WAITING else lifecycle.follow_clock(job, transaction.time)
-                )
-            transaction.close()
+        """Lease what is due. A job whose wall time is early, because the clock has stepped, moves to its place first,
+        and a garbled record to the failed ones: then others may be due in their places."""
         transaction = self._open(queue)
         due = self.table.due(queue, transaction.now, limit)
-        return _claim(transaction, [job for job in due if not _misplaced(job, transaction.time)], worker, lease_ms)
+        passed_over = [job for job in due if not _fits(job, transaction.time)]
+        if passed_over:
+            for job in passed_over:
+                transaction.rewrite(job, lifecycle.follow_clock(job, transaction.time))
+            transaction.close()
+            transaction = self._open(queue)
+            due = self.table.due(queue, transaction.now, limit)
+            due = [job for job in due if _fits(job, transaction.time)]
+        return _claim(transaction, due, worker, lease_ms)
 
     def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
         transaction = self._existing(queue)
@@ -319,8 +314,14 @@ class Engine:
         return False
 
     def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> Repaired:
+        problems = [unreadable_meta(queue)] if self.table.rebuild_meta(queue, dry_run) else []
+        if problems and dry_run:
+            return Repaired(problems, 0, None)
         transaction = self._existing(queue)
-        return Repaired([], 0, None) if transaction is None else repair_page(transaction, dry_run, cursor)
+        if transaction is None:
+            return Repaired([], 0, None)
+        page = repair_page(transaction, dry_run, cursor)
+        return replace(page, problems=problems + page.problems)
 
 
 def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued] | None:
@@ -364,11 +365,9 @@ def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease
     return claimed
 
 
-def _misplaced(job: Job, time: QueueTime) -> bool:
-    """Is a job that looks due not where it belongs?"""
-    if job.run is not None or job.outcome is not None:
-        return True
-    return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
+def _fits(job: Job, time: QueueTime) -> bool:
+    """Can a claim lease a record that is listed as due?"""
+    return job.outcome is None and (job.wall_at == 0 or lifecycle.follow_clock(job, time) is job)
 
 
 class LocalStorage(Storage):

@@ -49,10 +49,6 @@ class MemoryQueue:
         if place < len(entries) and entries[place] == (at, key):
             del entries[place]
 
-    def displace_everywhere(self, key: bytes) -> None:
-        for entries in self.indexes.values():
-            entries[:] = [entry for entry in entries if entry[1] != key]
-
     def entry(self, key: bytes, job: Job) -> tuple[str | None, SortKey]:
         """Where a record stands: its own place, or none if it is not there."""
         index, at = index_of(job)
@@ -62,9 +58,13 @@ class MemoryQueue:
 
     def upto(self, state: State, now: int, limit: int) -> list[Job]:
         """The first records of a time-ordered index that are due by now."""
-        entries = self.indexes[state]
-        end = bisect.bisect_left(entries, ((now + 1,), b""))
-        return [self.records[key] for _, key in entries[: min(end, limit)]]
+        end = bisect.bisect_left(self.indexes[state], ((now + 1,), b""))
+        return self.read(state, 0, min(end, limit))
+
+    def read(self, state: State, start: int, end: int) -> list[Job]:
+        """The records of a part of an index. An entry that does not fit its record is passed over."""
+        jobs = (self.records.get(key) for _, key in self.indexes[state][start:end])
+        return [job for job in jobs if job is not None and job.state is state]
 
 
 class MemoryTable:
@@ -89,6 +89,9 @@ class MemoryTable:
             self._queues[queue].meta.time.last_stamp = self._floor
         return self._queues[queue].meta
 
+    def rebuild_meta(self, queue: str, dry_run: bool) -> bool:
+        return False
+
     def queues(self) -> list[str]:
         return list(self._queues)
 
@@ -112,10 +115,7 @@ class MemoryTable:
         for change in changes:
             key = id_bytes(change.id)
             if change.before is not None:
-                if change.before is change.after:
-                    into.displace_everywhere(key)
-                else:
-                    into.displace(key, change.before)
+                into.displace(key, change.before)
                 count(into.meta, change.before.state, view_of(change.before), -1)
             if change.after is not None:
                 into.add(key, change.after)
@@ -132,14 +132,13 @@ class MemoryTable:
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         found: list[Job] = []
         for low, high in self._spans(queue, now):
-            entries = self._queues[queue].indexes[State.WAITING][low : min(high, low + limit - len(found))]
-            found += [self._queues[queue].records[key] for _, key in entries]
+            found += self._queues[queue].read(State.WAITING, low, min(high, low + limit - len(found)))
         return found
 
     def heads(self, queue: str, now: int) -> list[Job]:
-        source = self._queues[queue]
-        entries = source.indexes[State.WAITING]
-        return [source.records[entries[low][1]] for low, high in self._spans(queue, now) if low < high]
+        spans = self._spans(queue, now)
+        heads = (self._queues[queue].read(State.WAITING, low, min(high, low + 1)) for low, high in spans)
+        return [job for head in heads for job in head]
 
     def next_run_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.WAITING]
@@ -165,9 +164,8 @@ class MemoryTable:
         return self._queues[queue].upto(State.RUNNING, now, limit)
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
-        source = self._queues[queue]
-        jobs = (source.records[key] for _, key in source.indexes[State.RUNNING])
-        return [job for job in jobs if job.worker == worker][:limit]
+        running = self._queues[queue].read(State.RUNNING, 0, len(self._queues[queue].indexes[State.RUNNING]))
+        return [job for job in running if job.worker == worker][:limit]
 
     def past(self, queue: str, state: State, now: int) -> int:
         return bisect.bisect_left(self._queues[queue].indexes[state], ((now + 1,), b""))
@@ -190,7 +188,7 @@ class MemoryTable:
         start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
         more = start + limit < len(entries)
-        return [source.records[key] for _, key in chosen], chosen[-1] if more else None
+        return source.read(state, start, start + limit), chosen[-1] if more else None
 
     def workers(self) -> list[WorkerInfo]:
         return list(self._workers.values())

@@ -29,8 +29,6 @@ class QueueMeta(msgspec.Struct):
     totals: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     paused: bool = False
     reason: str = ""
-    rebuilt: bool = False
-    """The metadata could not be read and was rebuilt from the records: totals, pause and skew are lost."""
 
 
 class Change(msgspec.Struct, gc=False):
@@ -52,12 +50,15 @@ class Found(msgspec.Struct):
 
 
 class Table(Protocol):
-    """The records of a namespace, inside one atomic step. A record that cannot be read is given as `damaged`, and
-    when it is written, having been live, `write` adds it to the failed ones in the totals. `add` writes new jobs
-    unread: False if one of the ids has a record, or is there twice, and then nothing has happened."""
+    """The records of a namespace, inside one atomic step. A record that cannot be read, or that is read from an index
+    which its state does not name, is given as `damaged`; when it is written, having been live, `write` adds it to the
+    failed ones in the totals. `meta` raises StorageUnavailable if the metadata cannot be read; `rebuild_meta` returns
+    whether that is so, and then makes it from the records, unless this is a dry run. `add` writes new jobs unread:
+    False if one of the ids has a record, or is there twice, and then nothing has happened."""
 
     def meta(self, queue: str) -> QueueMeta | None: ...
     def open(self, queue: str) -> QueueMeta: ...
+    def rebuild_meta(self, queue: str, dry_run: bool) -> bool: ...
     def queues(self) -> list[str]: ...
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]: ...
     def add(self, queue: str, jobs: Sequence[Job]) -> bool: ...

@@ -73,7 +73,7 @@ class QueueTransaction:
             jobs = self.table.held_by(self.queue, worker, limit)
         for job in jobs:
             if job.run is None:
-                self.rewrite(job)
+                self.rewrite(job, job)
                 continue
             step = lifecycle.expire(job, self.time) if worker is None else lifecycle.take_back(job, self.time)
             self.record_change(job.id, job, step)
@@ -86,13 +86,15 @@ class QueueTransaction:
             return 0
         jobs = self.table.forgettable(self.queue, self.now, limit)
         for job in jobs:
-            self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
+            if lifecycle.forgotten(job, self.now):
+                self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
+            else:
+                self.rewrite(job, job)
         return len(jobs)
 
-    def rewrite(self, job: Job) -> None:
-        """Write a record again, into the index that its state names. A damaged record reads as failed: the verb that
-        meets it among live records moves it to the failed ones with this."""
-        self._changes[job.id] = Change(job.id, job, job)
+    def rewrite(self, before: Job, after: Job) -> None:
+        """Write a record without an event. A damaged record reads as failed: written as it is, it moves there."""
+        self._changes[before.id] = Change(before.id, before, after)
 
     def close(self) -> None:
         """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless

@@ -13,7 +13,7 @@ from holdfast._core.clock import QueueTime
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
-from holdfast.storage.local.audit import compare_counts, examine
+from holdfast.storage.local.audit import compare_counts, examine, unreadable_meta
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
@@ -56,13 +56,17 @@ class Audit:
 
     async def step(self, dry_run: bool, cursor: str | None) -> Repaired:
         at = _Cursor() if cursor is None else _read(cursor)
+        problems: list[Problem] = []
+        mends: list[Argument] = []
+        if cursor is None and await self._calls.read(self._key, "rebuild", int(dry_run)):
+            problems.append(unreadable_meta(self._queue))
+            if dry_run:
+                return Repaired(problems, 0, None)
         stats = await read_stats(self._calls, self._key)
         if stats is None:
             return Repaired([], 0, None)
         if at.version < 0:
             at.version = stats.version
-        problems: list[Problem] = []
-        mends: list[Argument] = []
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
             scans = at_end and (stats.records != at.entries or stats.leases != stats.size_of(State.RUNNING))
@@ -131,7 +135,6 @@ class Audit:
             {"retrying": stats.retrying, "deferred": stats.deferred},
             at.counts,
             dict(zip(KINDS, stats.totals, strict=True)),
-            rebuilt=bool(stats.rebuilt),
         )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]

@@ -361,8 +361,6 @@ class StatsReply(NamedTuple):
     reason: bytes
     totals: list[int]
     """How often each of `KINDS` has happened."""
-    rebuilt: int
-    """1: the metadata could not be read and was made from the records."""
     records: int
     leases: int
     last_stamp: int

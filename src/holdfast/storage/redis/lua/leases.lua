@@ -31,8 +31,8 @@ local function sweep_some(tx, ids, worker, overdue, stalled)
   local entries = transaction.load(tx, ids)
   for _, id in ipairs(ids) do
     local entry = entries[id]
-    if not entry.job or not entry.job.run then
-      transaction.rewrite(tx, entry)
+    if not entry.job or not entry.job.run or entry.job.outcome then
+      transaction.remove_stray(tx, entry, ':running', id)
     else
       local after, kind, then_kind, outcome
       if worker then
