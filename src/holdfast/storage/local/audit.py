@@ -15,8 +15,7 @@ from holdfast._core.events import ENDS, STARTS, EventKind
 from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, ascends, split_extension
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem, Repaired
-from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
-from holdfast.storage.local.transaction import QueueTransaction
+from holdfast.storage.local.table import VIEWS, Found, QueueMeta, QueueTransaction, Table, index_of, newest_stamp
 from holdfast.storage.validation import decode_cursor, encode_cursor, id_bytes
 
 REPAIR_PAGE = 200

@@ -36,9 +36,16 @@ from holdfast._core.replies import (
 )
 from holdfast.storage.base import Storage
 from holdfast.storage.local.audit import repair_page, unreadable_meta
-from holdfast.storage.local.table import QueueMeta, Table
-from holdfast.storage.local.transaction import QueueTransaction
-from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.local.table import (
+    QueueMeta,
+    QueueTransaction,
+    Table,
+    as_read,
+    listed,
+    read_cursor,
+    served_by,
+    write_cursor,
+)
 from holdfast.storage.validation import (
     FAILED_SUFFIX,
     MAX_CALL_BYTES,

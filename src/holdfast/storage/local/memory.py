@@ -56,11 +56,6 @@ class MemoryQueue:
         place = bisect.bisect_left(entries, (at, key))
         return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
 
-    def upto(self, state: State, now: int, limit: int) -> list[Job]:
-        """The first records of a time-ordered index that are due by now."""
-        end = bisect.bisect_left(self.indexes[state], ((now + 1,), b""))
-        return self.read(state, 0, min(end, limit))
-
     def read(self, state: State, start: int, end: int) -> list[Job]:
         """The records of a part of an index. An entry that does not fit its record is passed over."""
         jobs = (self.records.get(key) for _, key in self.indexes[state][start:end])
@@ -160,8 +155,8 @@ class MemoryTable:
             for priority in reversed(PRIORITIES)
         ]
 
-    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._queues[queue].upto(State.RUNNING, now, limit)
+    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+        return self._queues[queue].read(state, 0, min(self.past(queue, state, now), limit))
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         running = self._queues[queue].read(State.RUNNING, 0, len(self._queues[queue].indexes[State.RUNNING]))
@@ -173,12 +168,6 @@ class MemoryTable:
     def next_sweep_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.RUNNING]
         return entries[0][0][0] if entries else None
-
-    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
-        found: list[Job] = []
-        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
-            found += self._queues[queue].upto(state, now, limit - len(found))
-        return found
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if queue not in self._queues:

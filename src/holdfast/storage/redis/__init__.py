@@ -39,7 +39,7 @@ from holdfast._core.replies import (
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
-from holdfast.storage.local.views import as_read
+from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import reads, server_info
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls

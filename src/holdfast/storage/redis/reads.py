@@ -12,8 +12,7 @@ from holdfast._core.clock import QueueTime
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Page, QueueStats, WorkerFacts, WorkerInfo
 from holdfast.errors import OptionError
-from holdfast.storage.local.table import Place, SortKey
-from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.local.table import Place, SortKey, as_read, listed, read_cursor, served_by, write_cursor
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import (
     ANNOUNCED,

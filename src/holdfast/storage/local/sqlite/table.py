@@ -88,6 +88,10 @@ _SCHEDULED = "SELECT sum(n) FROM ({})".format(
         for priority in PRIORITIES
     )
 )
+_PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+_NEXT_SWEEP_AT = (
+    "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
+)
 _PAGE_UNTIL = (
     f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
     " AND (until_at, id) > (?, ?) ORDER BY until_at, id LIMIT ?"
@@ -325,15 +329,10 @@ class SqliteTable:
         return self._read(queue, rows, State.WAITING)
 
     def next_run_at(self, queue: str) -> int | None:
-        found: int | None = self._db.execute(_NEXT_RUN_AT, (self._numbers[queue],)).fetchone()[0]
-        return found
+        return self._number(_NEXT_RUN_AT, queue)
 
     def scheduled(self, queue: str, now: int) -> int:
-        found: int = self._db.execute(_SCHEDULED, (self._numbers[queue], now)).fetchone()[0]
-        return found
-
-    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._upto(queue, State.RUNNING, now, limit)
+        return self._number(_SCHEDULED, queue, now) or 0
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         rows = self._db.execute(
@@ -344,27 +343,16 @@ class SqliteTable:
         return self._read(queue, rows, State.RUNNING)
 
     def past(self, queue: str, state: State, now: int) -> int:
-        found: int = self._db.execute(
-            "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?",
-            (self._numbers[queue], state, now),
-        ).fetchone()[0]
-        return found
+        return self._number(_PAST, queue, state, now) or 0
 
     def next_sweep_at(self, queue: str) -> int | None:
-        found: int | None = self._db.execute(
-            "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL",
-            (self._numbers[queue],),
-        ).fetchone()[0]
+        return self._number(_NEXT_SWEEP_AT, queue)
+
+    def _number(self, statement: str, queue: str, *values: object) -> int | None:
+        found: int | None = self._db.execute(statement, (self._numbers[queue], *values)).fetchone()[0]
         return found
 
-    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
-        found: list[Job] = []
-        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
-            if len(found) < limit:
-                found += self._upto(queue, state, now, limit - len(found))
-        return found
-
-    def _upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
             " ORDER BY until_at, id LIMIT ?",

@@ -3,7 +3,7 @@
 script.py joins the files of this folder into one library of functions, which servers keep under a name made from its
 content, so that two releases can share a server. Every call of the library is one atomic step. The files mirror Python
 modules by name: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
-storage/local/transaction.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
+storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
 a verb are documented in storage/__init__.py. Payloads, results and errors are bytes that no file here looks into.
 
 The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals are its

@@ -1,4 +1,4 @@
--- The transaction of one queue during one step: mirrors storage/local/transaction.py. `tx` is a transaction, `entry` is a
+-- The transaction of one queue during one step: mirrors storage/local/table.py. `tx` is a transaction, `entry` is a
 -- record that the step has read, with the place that it had in the indexes. Only `save` changes records and their indexes,
 -- apart from fast.lua.
 
