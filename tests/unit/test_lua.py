@@ -127,8 +127,8 @@ def _table(name: str) -> str:
     return str(body)
 
 
-NOT_IN_LUA = {"answer", "next_generation", "as_placed", "new_generation"}
-"""What only readers need, what `choose` does by itself, and a part of `start`."""
+NOT_IN_LUA = {"answer", "next_generation", "new_generation", "regenerate"}
+"""What only readers need, and parts of `start`, `update_waiting` and `again`."""
 OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep_until": "waited_for"}
 """`end` is a word of Lua's own."""
 

@@ -137,19 +137,9 @@ def new_generation(job: Job | None, request: Request, work: Work, time: QueueTim
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
-    """The update is a new generation, so it clears the record's extension, also where it keeps the work."""
-    due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
-    job = replace(
-        _waited_for(job, request, time.last_at),
-        work=request.work if update.payload else job.work,
-        generation=stamp,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        extension=(),
-    )
-    if update.resets_counts:
-        job = _reset_counts(job)
+    due = _choose(update.run_at, _due_of(job), _due(request, time, stamp), time)
+    work = request.work if update.payload else job.work
+    job = _regenerate(_waited_for(job, request, time.last_at), stamp, work, due, update.resets_counts)
     return Step(job, (EventKind.UPDATED,)), Enqueued(job.id, Placed.UPDATED, stamp, State.WAITING)
 
 
@@ -157,31 +147,19 @@ def _update_running(
     job: Job, run: StoredLease, request: Request, update: Update, time: QueueTime, stamp: int
 ) -> tuple[Step, Enqueued]:
     """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
-    due = _due(request, time, stamp)
-    old = run.next
-    if old is None:
-        following = Next(
-            generation=stamp,
-            work=request.work,
-            run_at=due.run_at,
-            arrival=due.arrival,
-            wall_at=due.wall_at,
-            takes_payload=update.payload,
-            takes_run_at=update.run_at,
-            resets_counts=update.resets_counts,
-        )
-    else:
-        due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due, time)
-        following = Next(
-            generation=stamp,
-            work=request.work if update.payload else old.work,
-            run_at=due.run_at,
-            arrival=due.arrival,
-            wall_at=due.wall_at,
-            takes_payload=old.takes_payload or update.payload,
-            takes_run_at=True if old.takes_run_at is True else update.run_at,
-            resets_counts=old.resets_counts or update.resets_counts,
-        )
+    due, old = _due(request, time, stamp), run.next
+    if old is not None:
+        due = _choose(update.run_at, _due_of(old), due, time)
+    following = Next(
+        generation=stamp,
+        work=request.work if old is None or update.payload else old.work,
+        run_at=due.run_at,
+        arrival=due.arrival,
+        wall_at=due.wall_at,
+        takes_payload=update.payload or (old is not None and old.takes_payload),
+        takes_run_at=True if old is not None and old.takes_run_at is True else update.run_at,
+        resets_counts=update.resets_counts or (old is not None and old.resets_counts),
+    )
     job = replace(_waited_for(job, request, time.last_at), run=replace(run, next=following))
     return Step(job, (EventKind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
 
@@ -192,18 +170,19 @@ def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
     return _Due(time.last_at + 1000 * (request.delay_ms or 0), stamp)
 
 
+def _due_of(job: Job | Next) -> _Due:
+    return _Due(job.run_at, job.arrival, job.wall_at)
+
+
 def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
     """The time that a rule takes, of two, both as the corrected clock has them."""
-    old, new = _as_placed(old, time), _as_placed(new, time)
+    old = replace(old, run_at=time.place(old.run_at, old.wall_at, old.arrival))
+    new = replace(new, run_at=time.place(new.run_at, new.wall_at, new.arrival))
     if rule == "if_later":
         return new if new.run_at > old.run_at else old
     if rule == "if_earlier":
         return new if new.run_at < old.run_at else old
     return new if rule else old
-
-
-def _as_placed(due: _Due, time: QueueTime) -> _Due:
-    return replace(due, run_at=time.place(due.run_at, due.wall_at, due.arrival)) if due.wall_at else due
 
 
 def _waited_for(job: Job, request: Request, now: int) -> Job:
@@ -215,8 +194,19 @@ def _keep_until(until: int, request: Request, now: int) -> int:
     return max(until, now + 1000 * request.keep_ms) if request.keep_ms else until
 
 
-def _reset_counts(job: Job) -> Job:
-    return replace(job, retries=0, stalls=0, timeouts=0, error=None)
+def _regenerate(job: Job, generation: int, work: Work, due: _Due, resets_counts: bool) -> Job:
+    """Let a waiting job stand for another request. The extension of the record ends with its generation."""
+    if resets_counts:
+        job = replace(job, retries=0, stalls=0, timeouts=0, error=None)
+    return replace(
+        job,
+        work=work,
+        generation=generation,
+        run_at=due.run_at,
+        arrival=due.arrival,
+        wall_at=due.wall_at,
+        extension=(),
+    )
 
 
 def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
@@ -341,28 +331,14 @@ def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
 
 
 def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
-    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules: it is a new
-    generation, so it clears the record's extension, also where it keeps the work."""
+    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules."""
     back = replace(back, run=None)
     following = run.next
     if following is None:
         return Step(back, (kind,))
-    due = _choose(
-        following.takes_run_at,
-        _Due(back.run_at, back.arrival, back.wall_at),
-        _Due(following.run_at, following.arrival, following.wall_at),
-        time,
-    )
-    back = replace(
-        back,
-        work=following.work if following.takes_payload else job.work,
-        generation=following.generation,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        extension=(),
-    )
-    return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
+    due = _choose(following.takes_run_at, _due_of(back), _due_of(following), time)
+    work = following.work if following.takes_payload else job.work
+    return Step(_regenerate(back, following.generation, work, due, following.resets_counts), (kind,))
 
 
 def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
@@ -391,15 +367,8 @@ def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
 def _completed(job: Job, settlement: Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
-    return Outcome(
-        generation=job.generation,
-        state=State.COMPLETED,
-        ended_at=now,
-        forget_at=forget_at,
-        dedup_at=dedup_at,
-        result=settlement.result,
-        codec=settlement.codec,
-    )
+    result, codec = settlement.result, settlement.codec
+    return Outcome(job.generation, State.COMPLETED, now, forget_at, dedup_at, result=result, codec=codec)
 
 
 def _failed(job: Job, settlement: Fail, now: int) -> Outcome:

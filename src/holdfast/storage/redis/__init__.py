@@ -60,7 +60,7 @@ from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error, pipeline_for
 from holdfast.storage.redis.topology import Servers
 from holdfast.storage.redis.urls import servers_from_client, servers_from_url
-from holdfast.storage.subscriptions import RemoteSubscription
+from holdfast.storage.subscriptions import remote_subscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -376,7 +376,7 @@ class RedisStorage(Storage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen_to(topics))
+        return remote_subscription(super()._subscribe(topics), lambda: self._listen_to(topics))
 
     async def _listen_to(self, topics: Sequence[Topic]) -> Callable[[], None]:
         """Ask the server for events of these topics. Returns a function that ends this."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from holdfast._core.extension import pack_extension, split_extension, unpack_extension
 from holdfast._core.jobs import At, Count, Job, Limit, Ms, Outcome, State, StoredLease, Work
@@ -48,19 +47,37 @@ class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
-_JOB_FIELDS = _Rest.__struct_fields__.index("codec")
-"""The fields before are those of a `Job`, the others those of its `Work`; both in the order of their class."""
-_fields_of_job = attrgetter(*_Rest.__struct_fields__[:_JOB_FIELDS])
-_fields_of_work = attrgetter(*_Rest.__struct_fields__[_JOB_FIELDS:-1])
 
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError)
 """What decoding may raise, whatever is in a row."""
 
 
 def rest_of(job: Job) -> bytes:
-    rest = (*_fields_of_job(job), *_fields_of_work(job.work))
-    if job.extension or job.work.extension:
-        return _encode((*rest, pack_extension((*job.extension, *job.work.extension))))
+    work = job.work
+    rest = (
+        job.generation,
+        job.wall_at,
+        job.custom_id,
+        job.attempts,
+        job.retries,
+        job.stalls,
+        job.timeouts,
+        job.error,
+        job.run,
+        job.outcome,
+        job.previous,
+        job.keep_ms,
+        job.keep_until_at,
+        work.codec,
+        work.timeout_ms,
+        work.max_retries,
+        work.max_stalls,
+        work.max_timeouts,
+        work.result_ttl_ms,
+        work.dedup_ttl_ms,
+    )
+    if job.extension or work.extension:
+        return _encode((*rest, pack_extension((*job.extension, *work.extension))))
     return _encode(rest)
 
 
@@ -71,13 +88,40 @@ def job_of(row: Row) -> Job:
         raise msgspec.ValidationError("a payload and the rest of a record are blobs")
     if not (type(priority) is type(run_at) is type(arrival) is int and 0 <= priority <= 9):
         raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
-    generation, *rest = astuple(_decode_rest(packed))
-    extension = rest.pop()
-    work = Work(payload, rest[_JOB_FIELDS - 1], priority, *rest[_JOB_FIELDS:])
-    job = Job(clean_id(id), work, generation, run_at, arrival, *rest[: _JOB_FIELDS - 1])
-    if not extension:
+    rest = _decode_rest(packed)
+    work = Work(
+        payload,
+        rest.codec,
+        priority,
+        rest.timeout_ms,
+        rest.max_retries,
+        rest.max_stalls,
+        rest.max_timeouts,
+        rest.result_ttl_ms,
+        rest.dedup_ttl_ms,
+    )
+    job = Job(
+        clean_id(id),
+        work,
+        rest.generation,
+        run_at,
+        arrival,
+        rest.wall_at,
+        rest.custom_id,
+        rest.attempts,
+        rest.retries,
+        rest.stalls,
+        rest.timeouts,
+        rest.error,
+        rest.run,
+        rest.outcome,
+        rest.previous,
+        rest.keep_ms,
+        rest.keep_until_at,
+    )
+    if not rest.extension:
         return job
-    of_job, of_work = split_extension(unpack_extension(extension))
+    of_job, of_work = split_extension(unpack_extension(rest.extension))
     return replace(job, work=replace(work, extension=of_work), extension=of_job)
 
 
