@@ -127,9 +127,9 @@ def _table(name: str) -> str:
     return str(body)
 
 
-NOT_IN_LUA = {"answer", "next_generation", "new_generation", "regenerate"}
-"""What only readers need, and parts of `start`, `update_waiting` and `again`."""
-OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep_until": "waited_for"}
+NOT_IN_LUA = {"answer", "next_generation", "as_placed", "new_generation", "regenerate"}
+"""What only readers need, and parts of `choose`, `start`, `update_waiting` and `again`."""
+OTHERWISE = {"due": "due_of", "end": "finish"}
 """`end` is a word of Lua's own."""
 
 

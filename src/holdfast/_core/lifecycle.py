@@ -58,12 +58,8 @@ class Step(Value, frozen=True):
     kinds: tuple[EventKind, ...] = ()
 
 
-class _Due(Value, frozen=True):
-    """When a request is due: its time, the stamp that set it, and the wall time if its caller named one."""
-
-    run_at: int
-    arrival: int
-    wall_at: int = 0
+_Due = tuple[int, int, int]
+"""When a request is due: `run_at`, `arrival` and `wall_at`, as a `Job` has them."""
 
 
 def forgotten(job: Job, now: int) -> bool:
@@ -122,18 +118,11 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 def new_generation(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> Job:
     """Return the record of a new generation, of a new id (`job` is None) or of one that has finished."""
-    due = _due(request, time, stamp)
-    return Job(
-        id=request.id,
-        work=work,
-        generation=stamp,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        custom_id=request.custom_id,
-        previous=None if job is None else job.outcome,
-        keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
-    )
+    run_at, arrival, wall_at = _due(request, time, stamp)
+    started = Job(request.id, work, stamp, run_at, arrival, wall_at, request.custom_id)
+    if job is not None:
+        started = replace(started, previous=job.outcome, keep_until_at=job.keep_until_at)
+    return _waited_for(started, request, time.last_at) if request.keep_ms else started
 
 
 def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
@@ -150,12 +139,13 @@ def _update_running(
     due, old = _due(request, time, stamp), run.next
     if old is not None:
         due = _choose(update.run_at, _due_of(old), due, time)
+    run_at, arrival, wall_at = due
     following = Next(
         generation=stamp,
         work=request.work if old is None or update.payload else old.work,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
+        run_at=run_at,
+        arrival=arrival,
+        wall_at=wall_at,
         takes_payload=update.payload or (old is not None and old.takes_payload),
         takes_run_at=True if old is not None and old.takes_run_at is True else update.run_at,
         resets_counts=update.resets_counts or (old is not None and old.resets_counts),
@@ -166,47 +156,38 @@ def _update_running(
 
 def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
     if request.run_at is not None:
-        return _Due(request.run_at + time.skew, stamp, request.run_at)
-    return _Due(time.last_at + 1000 * (request.delay_ms or 0), stamp)
+        return request.run_at + time.skew, stamp, request.run_at
+    return time.last_at + 1000 * (request.delay_ms or 0), stamp, 0
 
 
 def _due_of(job: Job | Next) -> _Due:
-    return _Due(job.run_at, job.arrival, job.wall_at)
+    return job.run_at, job.arrival, job.wall_at
 
 
 def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
     """The time that a rule takes, of two, both as the corrected clock has them."""
-    old = replace(old, run_at=time.place(old.run_at, old.wall_at, old.arrival))
-    new = replace(new, run_at=time.place(new.run_at, new.wall_at, new.arrival))
-    if rule == "if_later":
-        return new if new.run_at > old.run_at else old
-    if rule == "if_earlier":
-        return new if new.run_at < old.run_at else old
-    return new if rule else old
+    (old_at, *_), (new_at, *_) = old, new = _as_placed(old, time), _as_placed(new, time)
+    takes_new = new_at > old_at if rule == "if_later" else new_at < old_at if rule == "if_earlier" else rule
+    return new if takes_new else old
+
+
+def _as_placed(due: _Due, time: QueueTime) -> _Due:
+    run_at, arrival, wall_at = due
+    return time.place(run_at, wall_at, arrival), arrival, wall_at
 
 
 def _waited_for(job: Job, request: Request, now: int) -> Job:
-    until = _keep_until(job.keep_until_at, request, now)
-    return job if until == job.keep_until_at else replace(job, keep_until_at=until)
-
-
-def _keep_until(until: int, request: Request, now: int) -> int:
-    return max(until, now + 1000 * request.keep_ms) if request.keep_ms else until
+    until = now + 1000 * request.keep_ms
+    return replace(job, keep_until_at=until) if request.keep_ms and until > job.keep_until_at else job
 
 
 def _regenerate(job: Job, generation: int, work: Work, due: _Due, resets_counts: bool) -> Job:
     """Let a waiting job stand for another request. The extension of the record ends with its generation."""
     if resets_counts:
         job = replace(job, retries=0, stalls=0, timeouts=0, error=None)
-    return replace(
-        job,
-        work=work,
-        generation=generation,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        extension=(),
-    )
+    run_at, arrival, wall_at = due
+    job = replace(job, work=work, generation=generation, extension=())
+    return replace(job, run_at=run_at, arrival=arrival, wall_at=wall_at)
 
 
 def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
@@ -223,22 +204,20 @@ def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
     return Step(asked, (EventKind.CANCEL_ASKED,)), CancelResult.ASKED
 
 
-def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | None, KeepResult]:
+def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, KeepResult]:
     """Change how long an outcome is remembered; `at_least` is a waiter's, and never shortens anything."""
     if job is None or forgotten(job, now):
-        return job, KeepResult.MISSING
+        return Step(job), KeepResult.MISSING
     until = now + 1000 * ttl_ms
     if job.outcome is None:
-        changed = (
-            replace(job, keep_until_at=max(job.keep_until_at, until)) if at_least else replace(job, keep_ms=ttl_ms)
-        )
-        return changed, KeepResult.LIVE
+        waited = replace(job, keep_until_at=max(job.keep_until_at, until))
+        return Step(waited if at_least else replace(job, keep_ms=ttl_ms)), KeepResult.LIVE
     if at_least:
         outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until))
     else:
         dedup_at = until if job.outcome.state is State.COMPLETED else 0
         outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at)
-    return replace(job, outcome=outcome), KeepResult.KEPT
+    return Step(replace(job, outcome=outcome)), KeepResult.KEPT
 
 
 # Runs

@@ -159,28 +159,23 @@ class Engine:
         return replies.Extended(lost, cancel_asked)
 
     def cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return [replies.CancelResult.MISSING] * len(ids)
-        records = transaction.load(ids)
-        results: list[replies.CancelResult] = []
-        for id in ids:
-            step, reply = lifecycle.cancel(records[id], transaction.now)
-            records[id] = transaction.record_change(id, records[id], step)
-            results.append(reply)
-        transaction.close()
-        return results
+        return self._change_each(queue, ids, lifecycle.cancel)
 
     def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[replies.KeepResult]:
+        return self._change_each(queue, ids, lambda job, now: lifecycle.keep(job, ttl_ms, at_least, now))
+
+    def _change_each(
+        self, queue: str, ids: Sequence[str], decide: Callable[[Job | None, int], tuple[lifecycle.Step, T]]
+    ) -> list[T]:
         transaction = self._existing(queue)
         if transaction is None:
-            return [replies.KeepResult.MISSING] * len(ids)
+            return [decide(None, 0)[1] for _ in ids]
         records = transaction.load(ids)
-        results: list[replies.KeepResult] = []
+        results: list[T] = []
         for id in ids:
-            job, reply = lifecycle.keep(records[id], ttl_ms, at_least, transaction.now)
-            records[id] = transaction.record_change(id, records[id], lifecycle.Step(job))
-            results.append(reply)
+            step, result = decide(records[id], transaction.now)
+            records[id] = transaction.record_change(id, records[id], step)
+            results.append(result)
         transaction.close()
         return results
 

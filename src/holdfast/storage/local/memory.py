@@ -127,7 +127,8 @@ class MemoryTable:
     def due(self, queue: str, now: int, limit: int) -> list[Job]:
         found: list[Job] = []
         for low, high in self._spans(queue, now):
-            found += self._queues[queue].read(State.WAITING, low, min(high, low + limit - len(found)))
+            if low < high:
+                found += self._queues[queue].read(State.WAITING, low, min(high, low + limit - len(found)))
         return found
 
     def heads(self, queue: str, now: int) -> list[Job]:
