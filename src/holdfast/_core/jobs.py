@@ -47,10 +47,6 @@ class State(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @property
-    def live(self) -> bool:
-        return self in LIVE
-
 
 LIVE = frozenset({State.WAITING, State.RUNNING})
 FINISHED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
@@ -184,10 +180,6 @@ class Job(Value, frozen=True):
     def deferred(self) -> bool:
         """A request waits for the present run to end."""
         return self.run is not None and self.run.next is not None
-
-    @property
-    def retrying(self) -> bool:
-        return self.run is None and self.outcome is None and self.retries > 0
 
 
 _SORTED = bytes.maketrans(

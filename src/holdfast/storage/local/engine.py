@@ -16,7 +16,7 @@ from holdfast._core import lifecycle, replies
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
-from holdfast._core.jobs import FINISHED, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import Storage
 from holdfast.storage.local.audit import repair_page, unreadable_meta
 from holdfast.storage.local.table import (
@@ -212,7 +212,7 @@ class Engine:
         counts = meta.counts
         past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
-        heads = self.table.heads(queue, now) if counts.get(State.WAITING, 0) > scheduled else []
+        heads = self.table.due(queue, now, len(PRIORITIES), 1) if counts.get(State.WAITING, 0) > scheduled else []
         oldest = min((max(job.run_at, job.generation) for job in heads), default=now)
         return replies.QueueStats(
             queue,

@@ -42,19 +42,17 @@ class MemoryQueue:
         self.place(key, job)
         count(self.meta, job.state, view_of(job), 1)
 
-    def displace(self, key: bytes, job: Job) -> None:
-        index, at = index_of(job)
-        entries = self.indexes[index]
-        place = bisect.bisect_left(entries, (at, key))
-        if place < len(entries) and entries[place] == (at, key):
-            del entries[place]
-
     def entry(self, key: bytes, job: Job) -> tuple[str | None, SortKey]:
         """Where a record stands: its own place, or none if it is not there."""
         index, at = index_of(job)
         entries = self.indexes[index]
         place = bisect.bisect_left(entries, (at, key))
         return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
+
+    def displace(self, key: bytes, job: Job) -> None:
+        index, at = self.entry(key, job)
+        if index is not None:
+            del self.indexes[index][bisect.bisect_left(self.indexes[index], (at, key))]
 
     def read(self, state: State, start: int, end: int) -> list[Job]:
         """The records of a part of an index. An entry that does not fit its record is passed over."""
@@ -124,17 +122,12 @@ class MemoryTable:
     def drop(self, queue: str) -> None:
         self._floor = max(self._floor, self._queues.pop(queue).meta.time.last_stamp)
 
-    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+    def due(self, queue: str, now: int, limit: int, each: int = validation.MAX_ITEMS) -> list[Job]:
         found: list[Job] = []
         for low, high in self._spans(queue, now):
             if low < high:
-                found += self._queues[queue].read(State.WAITING, low, min(high, low + limit - len(found)))
+                found += self._queues[queue].read(State.WAITING, low, min(high, low + min(each, limit - len(found))))
         return found
-
-    def heads(self, queue: str, now: int) -> list[Job]:
-        spans = self._spans(queue, now)
-        heads = (self._queues[queue].read(State.WAITING, low, min(high, low + 1)) for low, high in spans)
-        return [job for head in heads for job in head]
 
     def next_run_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.WAITING]

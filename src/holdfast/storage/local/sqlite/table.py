@@ -32,7 +32,7 @@ from holdfast.storage.local.table import (
     newest_stamp,
     view_of,
 )
-from holdfast.storage.validation import clean_id, id_bytes
+from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes
 
 T = TypeVar("T")
 
@@ -321,11 +321,8 @@ class SqliteTable:
             if state in LIVE:
                 meta.totals[EventKind.FAILED] = meta.totals.get(EventKind.FAILED, 0) + 1
 
-    def due(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)), State.WAITING)
-
-    def heads(self, queue: str, now: int) -> list[Job]:
-        rows = self._db.execute(_DUE, (self._numbers[queue], now, 1, len(PRIORITIES)))
+    def due(self, queue: str, now: int, limit: int, each: int = MAX_ITEMS) -> list[Job]:
+        rows = self._db.execute(_DUE, (self._numbers[queue], now, min(each, limit), limit))
         return self._read(queue, rows, State.WAITING)
 
     def next_run_at(self, queue: str) -> int | None:

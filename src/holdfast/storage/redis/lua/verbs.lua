@@ -101,7 +101,7 @@ function REPEATS.claim(reply)
   for at = 1, #ids do
     local id, fence = ids[at], sub(reply[REPLY.FENCES], FENCE_BYTES * (at - 1) + 1, FENCE_BYTES * at)
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
-    if raw and run and record.fence_of(run) == fence then
+    if raw and run and sub(run, record.FENCE_AT, record.LEASE_MS_AT - 1) == fence then
       append(jobs, id, raw)
       fences[#fences + 1] = fence
     end
@@ -150,7 +150,7 @@ function VERBS.settle()
   local ids = ids_from(first, SETTLEMENT_ARGS)
   local tx = transaction.find(QUEUE)
   if not tx then return {0, string.rep('0', #ids)} end
-  local holder = record.holder_of(worker)
+  local holder = pack('<I2', #worker) .. worker -- as a lease has it
   local raws, runs = transaction.records(QUEUE, ids)
   for at = 1, #ids do
     local id, head = ids[at], ARGS[first + 1]
