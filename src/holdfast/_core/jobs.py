@@ -58,7 +58,6 @@ class Work(Value, frozen=True):
     payload: bytes | None
     """None only in an operator's retry and in a completed record, which drops its payload."""
     codec: CodecName = "json"
-    """Which codec wrote the payload."""
     priority: Priority = DEFAULT_PRIORITY
     timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_MS)] | None = None
     """This and the limits below: None means the handler's own, looked up when the job is claimed."""
@@ -80,9 +79,7 @@ class Next(Value, frozen=True):
     arrival: At
     wall_at: At = 0
     takes_payload: bool = True
-    """A merge takes `work` too."""
     takes_run_at: bool | Literal["if_later", "if_earlier"] = True
-    """What a merge does with `run_at`."""
     resets_counts: bool = True
 
 
@@ -113,7 +110,6 @@ class Outcome(Value, frozen=True):
     """Until here a completed id answers `keep` from its cache."""
     result: bytes | None = None
     codec: CodecName = "json"
-    """Which codec wrote the result."""
     error: bytes | None = None
 
 

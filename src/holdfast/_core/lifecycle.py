@@ -16,25 +16,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from holdfast._core import jobs
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import (
-    Complete,
-    Fail,
-    Job,
-    LeaseRef,
-    Next,
-    Outcome,
-    Release,
-    Request,
-    RetrySettlement,
-    Settlement,
-    State,
-    StoredLease,
-    Update,
-    Value,
-    Work,
-)
+from holdfast._core.jobs import Job, Next, Outcome, Request, Settlement, State, Work
 from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 
 RESULT_TTL_MS = 3_600_000
@@ -51,7 +36,7 @@ DAMAGED = b'{"type":"RecordDamaged","message":"the stored record could not be re
 """The error of a garbled record: it reads as failed, and an operator may retry it with the rest of its payload."""
 
 
-class Step(Value, frozen=True):
+class Step(jobs.Value, frozen=True):
     """The record after an event (None: there is none any more), and what happened."""
 
     job: Job | None
@@ -78,7 +63,6 @@ def tidy(job: Job, now: int) -> Job:
 
 
 def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, Enqueued]:
-    """A request for an id to run."""
     now = time.last_at
     stamp = time.stamp()
     if job is not None and forgotten(job, now):
@@ -125,7 +109,9 @@ def new_generation(job: Job | None, request: Request, work: Work, time: QueueTim
     return _waited_for(started, request, time.last_at) if request.keep_ms else started
 
 
-def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+def _update_waiting(
+    job: Job, request: Request, update: jobs.Update, time: QueueTime, stamp: int
+) -> tuple[Step, Enqueued]:
     due = _choose(update.run_at, _due_of(job), _due(request, time, stamp), time)
     work = request.work if update.payload else job.work
     job = _regenerate(_waited_for(job, request, time.last_at), stamp, work, due, update.resets_counts)
@@ -133,7 +119,7 @@ def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime,
 
 
 def _update_running(
-    job: Job, run: StoredLease, request: Request, update: Update, time: QueueTime, stamp: int
+    job: Job, run: jobs.StoredLease, request: Request, update: jobs.Update, time: QueueTime, stamp: int
 ) -> tuple[Step, Enqueued]:
     """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
     due, old = _due(request, time, stamp), run.next
@@ -225,7 +211,7 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, 
 
 def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
     """A waiting job that is due becomes a run with a fence of its own."""
-    run = StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
+    run = jobs.StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
     return Step(replace(job, run=run, attempts=job.attempts + 1), (EventKind.CLAIMED,))
 
 
@@ -240,7 +226,7 @@ def holds(job: Job | None, worker: str, fence: int) -> bool:
     return job is not None and job.run is not None and job.run.fence == fence and job.run.worker == worker
 
 
-def extend(job: Job, lease: LeaseRef, lease_ms: int, now: int) -> Job:
+def extend(job: Job, lease: jobs.LeaseRef, lease_ms: int, now: int) -> Job:
     """The holder is alive. Call only if it `holds` the lease."""
     assert job.run is not None
     progress = job.run.progress if lease.progress is None else lease.progress
@@ -252,16 +238,16 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
     """End a lease. Call only if the settler `holds` it."""
     assert job.run is not None
     now = time.last_at
-    if job.run.cancel_asked and not isinstance(settlement, Complete):
+    if job.run.cancel_asked and not isinstance(settlement, jobs.Complete):
         return _end(job, _cancelled(job, now), EventKind.CANCELLED, now)
     match settlement:
-        case Complete():
+        case jobs.Complete():
             return _end(job, _completed(job, settlement, now), EventKind.COMPLETED, now)
-        case Fail():
+        case jobs.Fail():
             return _end(job, _failed(job, settlement, now), EventKind.FAILED, now)
-        case RetrySettlement():
+        case jobs.RetrySettlement():
             return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
-        case Release():
+        case jobs.Release():
             return _again(job, job.run, job, EventKind.RELEASED, time)
 
 
@@ -292,7 +278,7 @@ def take_back(job: Job, time: QueueTime) -> Step:
     return _again(job, run, back, EventKind.STALLED, time)
 
 
-def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
+def _counted(job: Job, retry: jobs.RetrySettlement, time: QueueTime) -> Job:
     """A stall that need not wait keeps the job's place in front, as an expired lease does."""
     counted = replace(
         job,
@@ -309,7 +295,7 @@ def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
     return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)
 
 
-def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
+def _again(job: Job, run: jobs.StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
     """The job waits again, with the settlement applied. The request in `next` is merged in by its rules."""
     back = replace(back, run=None)
     following = run.next
@@ -343,14 +329,14 @@ def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
     return Step(replace(job, work=work, run=None, outcome=outcome, error=None, keep_ms=None), (kind,))
 
 
-def _completed(job: Job, settlement: Complete, now: int) -> Outcome:
+def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
     result, codec = settlement.result, settlement.codec
     return Outcome(job.generation, State.COMPLETED, now, forget_at, dedup_at, result=result, codec=codec)
 
 
-def _failed(job: Job, settlement: Fail, now: int) -> Outcome:
+def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:
     forget_at = _forget_at(job, settlement.failure_ttl_ms, now)
     return Outcome(job.generation, State.FAILED, now, forget_at, error=settlement.error)
 

@@ -272,7 +272,6 @@ class Storage(ABC):
         self._pid = os.getpid()
 
     async def _close(self) -> None:
-        """Disconnect."""
         self._pid = None
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:

@@ -51,7 +51,6 @@ class Subscription:
         return self._pending.popleft()
 
     async def within(self, seconds: float) -> Event | None:
-        """Return the next event; None if none arrives within `seconds`."""
         if not self._pending:
             arrival = self._next_arrival()
             timer = self.loop.call_later(seconds, _release, arrival)
@@ -62,7 +61,6 @@ class Subscription:
         return self._pending.popleft() if self._pending else None
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
         self._callback = callback
         while self._pending:
             callback(self._pending.popleft())

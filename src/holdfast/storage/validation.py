@@ -36,7 +36,6 @@ MAX_CALL_BYTES = 1_048_576
 MAX_PAYLOAD_BYTES = 1_048_576
 """The default limit of a payload, a result or an error record."""
 MOST_PAYLOAD_BYTES = 536_870_912
-"""Upper limit of `max_payload`."""
 MAX_FACTS_BYTES = 65_536
 MAX_PAGE = 200
 MAX_SWEEP = 100
@@ -266,7 +265,6 @@ def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
 
 
 def _check_values(what: str, values: Sequence[Value]) -> None:
-    """Are these values of their type, in every field?"""
     _check_list(values, f"{what}s")
     try:
         _READERS[what](_encode(values))

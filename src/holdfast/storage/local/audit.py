@@ -19,7 +19,6 @@ from holdfast.storage.local.table import VIEWS, Found, QueueMeta, QueueTransacti
 from holdfast.storage.validation import decode_cursor, encode_cursor, id_bytes
 
 REPAIR_PAGE = 200
-"""Records that one call of `repair` checks."""
 
 
 def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:

@@ -29,12 +29,7 @@ from holdfast.storage.local.table import (
     served_by,
     write_cursor,
 )
-from holdfast.storage.validation import (
-    FAILED_SUFFIX,
-    MAX_CALL_BYTES,
-    MAX_ITEMS,
-    MAX_SWEEP,
-)
+from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS, MAX_SWEEP
 
 T = TypeVar("T")
 
@@ -52,16 +47,13 @@ class Engine:
         self.clock = clock
 
     def _existing(self, queue: str) -> QueueTransaction | None:
-        """Return a transaction on a queue; None if the queue does not exist."""
         meta = self.table.meta(queue)
         return None if meta is None else QueueTransaction(self.table, queue, meta, self.clock.now_us())
 
     def _open(self, queue: str) -> QueueTransaction:
-        """Return a transaction on a queue, which is made if it does not exist."""
         return QueueTransaction(self.table, queue, self.table.open(queue), self.clock.now_us())
 
     def _time(self, queue: str) -> QueueTime:
-        """The queue's time for a step that only reads."""
         meta = self.table.meta(queue)
         time = QueueTime() if meta is None else replace(meta.time)
         time.tick(self.clock.now_us())
@@ -74,7 +66,7 @@ class Engine:
         transaction.close()
         return results
 
-    def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> replies.Claim:
+    def claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         transaction = self._existing(queue)
         if transaction is None:
             return replies.Claim([], self.clock.now_us(), None, None)
@@ -115,7 +107,7 @@ class Engine:
             due = [job for job in due if _fits(job, transaction.time)]
         return _claim(transaction, due, worker, lease_ms)
 
-    def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[replies.SettleResult]:
+    def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
         transaction = self._existing(queue)
         if transaction is None:
             return [replies.SettleResult.LOST] * len(batch)
@@ -139,7 +131,7 @@ class Engine:
             companion.close()
         return results
 
-    def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> replies.Extended:
+    def extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
         transaction = self._existing(queue)
         if transaction is None:
             return replies.Extended(list(leases), [])
@@ -161,7 +153,7 @@ class Engine:
     def cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         return self._change_each(queue, ids, lifecycle.cancel)
 
-    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[replies.KeepResult]:
+    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
         return self._change_each(queue, ids, lambda job, now: lifecycle.keep(job, ttl_ms, at_least, now))
 
     def _change_each(
@@ -185,7 +177,7 @@ class Engine:
         found = [loaded.get(id) for id in ids]
         return [None if job is None or lifecycle.forgotten(job, time.last_at) else as_read(job, time) for job in found]
 
-    def scan(self, queue: str, *, state: State | None, after: str | None, limit: int) -> replies.Page:
+    def scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         states, start = read_cursor(state, after)
         jobs: list[Job] = []
         end: str | None = None
@@ -231,13 +223,13 @@ class Engine:
             totals=dict(meta.totals),
         )
 
-    def pause(self, queue: str, paused: bool, *, reason: str) -> None:
+    def pause(self, queue: str, paused: bool, reason: str) -> None:
         meta = self.table.open(queue)
         meta.paused = paused
         meta.reason = reason if paused else ""
         self.table.write_meta(queue)
 
-    def sweep(self, queue: str, limit: int, *, worker: str | None) -> replies.Swept:
+    def sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
         transaction = self._existing(queue)
         if transaction is None:
             return replies.Swept([], [], 0, False, None)
@@ -246,7 +238,7 @@ class Engine:
         transaction.close()
         return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
-    def purge(self, queue: str, states: Collection[State], limit: int, *, drop: bool) -> int:
+    def purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         transaction = self._existing(queue)
         if transaction is None:
             return 0
@@ -279,7 +271,7 @@ class Engine:
                 break
         return asked
 
-    def announce(self, worker: str, facts: replies.WorkerFacts, *, ttl_ms: int) -> replies.WorkerCommands:
+    def announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
         now = self.clock.now_us()
         known = {stats.worker: stats for stats in self.table.workers()}
         for stats in known.values():
@@ -298,7 +290,7 @@ class Engine:
                 return True
         return False
 
-    def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> replies.Repaired:
+    def repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         problems = [unreadable_meta(queue)] if self.table.rebuild_meta(queue, dry_run) else []
         if problems and dry_run:
             return replies.Repaired(problems, 0, None)
@@ -335,7 +327,6 @@ def _enqueue(transaction: QueueTransaction, requests: Sequence[Request]) -> list
 
 
 def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
-    """Lease these jobs, up to the limit of a reply."""
     claimed: list[Job] = []
     size = 0
     for job in due:
@@ -370,20 +361,16 @@ class LocalStorage(Storage):
         return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
-        return await self._step(
-            lambda engine: engine.claim(queue, limit, worker=worker, lease_ms=lease_ms), items=limit
-        )
+        return await self._step(lambda engine: engine.claim(queue, limit, worker, lease_ms), items=limit)
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
         return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
-        return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
+        return await self._step(lambda engine: engine.settle(queue, batch, worker), items=len(batch))
 
     async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
-        return await self._step(
-            lambda engine: engine.extend(queue, leases, worker=worker, lease_ms=lease_ms), items=len(leases)
-        )
+        return await self._step(lambda engine: engine.extend(queue, leases, worker, lease_ms), items=len(leases))
 
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
@@ -392,30 +379,30 @@ class LocalStorage(Storage):
         return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
 
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
-        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
+        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least), items=len(ids))
 
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
-        return await self._look(lambda engine: engine.scan(queue, state=state, after=after, limit=limit))
+        return await self._look(lambda engine: engine.scan(queue, state, after, limit))
 
     async def _snapshot(self) -> replies.Snapshot:
         return await self._look(lambda engine: engine.snapshot())
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
-        await self._step(lambda engine: engine.pause(queue, paused, reason=reason))
+        await self._step(lambda engine: engine.pause(queue, paused, reason))
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
-        return await self._step(lambda engine: engine.sweep(queue, limit, worker=worker), items=limit)
+        return await self._step(lambda engine: engine.sweep(queue, limit, worker), items=limit)
 
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
-        return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
+        return await self._step(lambda engine: engine.purge(queue, states, limit, drop), items=limit)
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
-        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
+        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms))
 
     async def _evict(self, worker: str) -> bool:
         return await self._step(lambda engine: engine.evict(worker))
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         if dry_run:
-            return await self._look(lambda engine: engine.repair(queue, dry_run=True, cursor=cursor))
-        return await self._step(lambda engine: engine.repair(queue, dry_run=False, cursor=cursor), items=MAX_ITEMS)
+            return await self._look(lambda engine: engine.repair(queue, True, cursor))
+        return await self._step(lambda engine: engine.repair(queue, False, cursor), items=MAX_ITEMS)

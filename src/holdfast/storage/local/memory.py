@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class MemoryQueue:
-    """The records of one queue and the five indexes over them."""
-
     def __init__(self) -> None:
         self.meta = QueueMeta()
         self.records: dict[bytes, Job] = {}
@@ -142,10 +140,7 @@ class MemoryTable:
         """Which part of each priority's stretch of the index is due, the highest priority first."""
         entries = self._queues[queue].indexes[State.WAITING]
         return [
-            (
-                bisect.bisect_left(entries, ((-priority,), b"")),
-                bisect.bisect_left(entries, ((-priority, now + 1), b"")),
-            )
+            (bisect.bisect_left(entries, ((-priority,), b"")), bisect.bisect_left(entries, ((-priority, now + 1), b"")))
             for priority in reversed(PRIORITIES)
         ]
 

@@ -101,7 +101,6 @@ def index_of(job: Job) -> tuple[str, SortKey]:
 
 
 def newest_stamp(job: Job) -> int:
-    """The highest of the queue's stamps that a record has."""
     run = job.run
     outcomes = [outcome.generation for outcome in (job.outcome, job.previous) if outcome is not None]
     fences = [] if run is None else [run.fence]
@@ -110,7 +109,6 @@ def newest_stamp(job: Job) -> int:
 
 
 def view_of(job: Job) -> str | None:
-    """The view that a record is counted under besides its state."""
     if job.run is not None:
         return "deferred" if job.run.next is not None else None
     return "retrying" if job.retries > 0 and job.outcome is None else None
@@ -146,7 +144,6 @@ class QueueTransaction:
         return records
 
     def record_change(self, id: str, before: Job | None, step: lifecycle.Step) -> Job | None:
-        """Record the change and the events of a lifecycle step, and return the new record."""
         after = step.job
         if after is not before:
             if after is not None and after.previous is not None:
@@ -291,6 +288,5 @@ def write_cursor(state: State | None, at: State, end: Place | None) -> str:
 
 
 def served_by(worker: WorkerInfo) -> list[str]:
-    """The queues that a worker says it serves."""
     queues = worker.facts.get("queues", [])
     return queues if isinstance(queues, list) else []

@@ -49,7 +49,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
 
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError)
-"""What decoding may raise, whatever is in a row."""
 
 
 def rest_of(job: Job) -> bytes:
