@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, Outcome, State, Update
+from holdfast._core.jobs import Fail, Job, Outcome, Request, State, Update, Work
 from holdfast._core.lifecycle import DAMAGED
 from holdfast._core.replies import KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, StorageUnavailable
@@ -583,7 +583,7 @@ UNREADABLE: list[bytes] = [
 
 
 @pytest.mark.parametrize("ledger", UNREADABLE, ids=lambda ledger: f"{ledger[:8]!r} of {len(ledger)}")
-async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then(
+async def test_metadata_that_cannot_be_read_is_reported_and_rebuilt_by_repair(
     stage: Stage, saboteur: RedisSaboteur, ledger: bytes
 ) -> None:
     for id in "abcdef":
@@ -595,20 +595,41 @@ async def test_a_ledger_that_cannot_be_read_is_made_anew_and_reported_until_then
     saboteur.garble("f")
     before = await stage.stats()
     saboteur.command("SET", saboteur.key + ":meta", ledger)
-    assert "meta" in {problem.kind for problem in (await audit(stage.storage, "q")).problems}
-    assert replace(await stage.stats(), totals={}) == replace(before, totals={})
+    damaged = saboteur.contents()
+    assert [problem.kind for problem in (await audit(stage.storage, "q")).problems] == ["meta"]
+    assert saboteur.contents() == damaged
     await repair(stage)
+    after = await stage.stats()
+    assert (after.failed, after.ready) == (before.failed + 1, before.ready - 1)
     assert await stage.complete(job) is SettleResult.OK
     assert sorted(await claim_all(stage)) == ["a", "d", "e"]
 
 
-async def test_a_verb_that_finds_a_ledger_it_cannot_read_is_not_wedged(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_verbs_are_refused_while_the_metadata_cannot_be_read(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     saboteur.command("SET", saboteur.key + ":meta", b"\x00")
-    await stage.enqueue("b")
-    assert (await stage.stats()).ready == 2
-    assert await claim_all(stage) == ["a", "b"]
+    before = saboteur.contents()
+    refusal = "the metadata of queue 'q' cannot be read: run `holdfast repair q`"
+    for verb in (stage.enqueue("b"), stage.claim(1), stage.sweep(), stage.the("a"), stage.stats()):
+        with pytest.raises(StorageUnavailable, match=refusal):
+            await verb
+    assert saboteur.contents() == before
+    await stage.storage.enqueue("other", [Request("c", Work(b"payload"))])
     await repair(stage)
+    assert await claim_all(stage) == ["a"]
+
+
+async def test_settlement_changes_nothing_if_the_follow_up_has_no_queue(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    job = await stage.claim_one()
+    await stage.storage.enqueue("q/failed", [Request("b", Work(b"payload"))])
+    saboteur.command("SET", saboteur.key + "/failed:meta", b"\x00")
+    failed = Fail("a", job.run.fence, b"{}", 60_000, Work(b"payload")) if job.run else None
+    with pytest.raises(StorageUnavailable, match="run `holdfast repair q/failed`"):
+        await stage.storage.settle("q", [failed], worker="w1")  # type: ignore[list-item]
+    assert (await stage.the("a")).state is State.RUNNING
+    await audit(stage.storage, "q/failed", repair=True)
+    assert await stage.complete(job) is SettleResult.OK
 
 
 async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteur: RedisSaboteur) -> None:
@@ -619,8 +640,8 @@ async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteu
     future = stage.wall(3600)
     saboteur.write("b", replace(saboteur.job("b"), run=replace(jobs[1].run, fence=future)))  # type: ignore[type-var]
     saboteur.command("SET", saboteur.key + ":meta", b"\x00")
-    assert (await stage.enqueue("new")).generation > future
     await repair(stage)
+    assert (await stage.enqueue("new")).generation > future
 
 
 @pytest.mark.parametrize("verb", ["enqueue", "claim", "get"])

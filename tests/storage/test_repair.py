@@ -21,8 +21,9 @@ from msgspec.structs import replace
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
 from holdfast._core.jobs import Job, Next, Outcome, Request, State, Update, Work
-from holdfast._core.lifecycle import DAMAGED
+from holdfast._core.lifecycle import DAMAGED, FAILURE_TTL_MS
 from holdfast._core.replies import Placed, Problem, SettleResult
+from holdfast.errors import StorageUnavailable
 from holdfast.storage import audit
 from holdfast.storage.local.audit import REPAIR_PAGE
 from holdfast.storage.local.memory import MemoryStorage
@@ -444,8 +445,36 @@ async def test_a_running_job_among_the_waiting_is_not_leased_twice_before_it_is_
     job = await stage.claim_one()
     saboteur.misplace("a")
     assert await claim_as_told(stage) == []
-    assert await stage.complete(job) is SettleResult.OK
+    if isinstance(saboteur, SqliteSaboteur):  # The index is made of columns, and these are garbled.
+        assert_damaged(await stage.the("a"))
+        assert await stage.complete(job) is SettleResult.LOST
+    else:
+        assert await stage.complete(job) is SettleResult.OK
     await repair(stage)
+
+
+async def test_job_lost_from_its_index_stays_lost_until_repair(stage: Stage, saboteur: Saboteur) -> None:
+    await stage.enqueue("a")
+    await stage.enqueue("b")
+    saboteur.lose("a")
+    await runs_to_its_end(stage, "b")
+    await stage.sweep()
+    assert await claim_as_told(stage) == []
+    await repair(stage)
+    await runs_to_its_end(stage, "a")
+
+
+async def test_waiting_job_among_the_running_is_not_swept_and_waits_for_repair(
+    stage: Stage, saboteur: Saboteur
+) -> None:
+    await stage.enqueue("a")
+    await stage.enqueue("b")
+    saboteur.misplace("a")
+    swept = await stage.sweep()
+    assert (swept.overdue, swept.stalled) == ([], [])
+    await runs_to_its_end(stage, "b")
+    await repair(stage)
+    await runs_to_its_end(stage, "a")
 
 
 async def test_a_record_with_a_lease_and_an_outcome_keeps_the_outcome(stage: Stage, saboteur: Saboteur) -> None:
@@ -573,21 +602,24 @@ async def test_a_ledger_that_cannot_be_read_is_reported_and_made_anew(
     await sqlite.retry(await sqlite.claim_one(), delay=60)
     before = await sqlite.stats()
     rows.sql("UPDATE holdfast_queues SET ledger = ?", ledger)
-    await mend(sqlite, rows)
+    assert kinds(await mend(sqlite, rows, readable=False)) == {"meta"}
     assert replace(await sqlite.stats(), totals={}) == replace(before, totals={})
     assert await sqlite.complete(job) is SettleResult.OK
     await runs_to_its_end(sqlite, "c", "d")
 
 
-async def test_a_ledger_that_cannot_be_read_does_not_wedge_a_verb_that_finds_it(
-    sqlite: Stage, rows: SqliteSaboteur
-) -> None:
+async def test_verbs_are_refused_while_the_metadata_cannot_be_read(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a")
     rows.sql("UPDATE holdfast_queues SET ledger = x'c1'")
-    await sqlite.enqueue("b")
-    assert (await sqlite.stats()).ready == 2
-    await runs_to_its_end(sqlite, "a", "b")
+    before = rows.contents()
+    refusal = "the metadata of queue 'q' cannot be read: run `holdfast repair q`"
+    for verb in (sqlite.enqueue("b"), sqlite.claim(1), sqlite.sweep(), sqlite.the("a"), sqlite.stats()):
+        with pytest.raises(StorageUnavailable, match=refusal):
+            await verb
+    assert rows.contents() == before
+    await sqlite.storage.enqueue("other", [Request("c", Work(b"payload"))])
     await repair(sqlite)
+    await runs_to_its_end(sqlite, "a")
 
 
 async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: SqliteSaboteur) -> None:
@@ -595,25 +627,11 @@ async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: 
         await sqlite.enqueue(id)
     late = (await sqlite.claim(3))[2]
     rows.sql("UPDATE holdfast_queues SET ledger = x'c1'")
+    await repair(sqlite)
     await sqlite.sweep(worker="w1")
     again = await sqlite.claim(3)
     assert min(fence(job) for job in again) > fence(late)
     assert await sqlite.complete(late) is SettleResult.LOST
-    await repair(sqlite)
-
-
-async def test_reading_a_queue_whose_ledger_is_unreadable_does_not_wait_for_a_writer(
-    sqlite: Stage, rows: SqliteSaboteur
-) -> None:
-    await sqlite.enqueue("a")
-    rows.sql("UPDATE holdfast_queues SET ledger = x'c1'")
-    assert isinstance(sqlite.storage, SqliteStorage)
-    with aside(sqlite.storage.path) as db:
-        db.execute("BEGIN IMMEDIATE")
-        assert (await sqlite.stats()).ready == 1
-        assert (await sqlite.the("a")).payload == b"payload"
-        db.execute("ROLLBACK")
-    await repair(sqlite)
 
 
 async def test_a_worker_record_that_cannot_be_read_hides_no_other_worker(sqlite: Stage, rows: SqliteSaboteur) -> None:
@@ -655,12 +673,13 @@ async def test_a_repair_goes_a_page_at_a_time_and_lets_others_work_in_between(st
     step = await stage.storage.repair("q", dry_run=False)
     checked = [step.checked]
     while step.cursor is not None:
-        assert len(checked) < 5
+        assert len(checked) < 20
         await stage.enqueue(f"new {len(checked)}")
         assert len(await stage.claim(1)) == 1
         step = await stage.storage.repair("q", dry_run=False, cursor=step.cursor)
         checked.append(step.checked)
-    assert checked == [REPAIR_PAGE, REPAIR_PAGE, 50 + 2]
+    if not isinstance(stage.storage, RedisStorage):  # There, a claim removes stray entries.
+        assert checked == [REPAIR_PAGE, REPAIR_PAGE, 50 + 2]
     assert (await audit(stage.storage, "q")).problems == []
 
 
@@ -998,13 +1017,16 @@ async def test_a_purge_is_not_stopped_by_garbled_records(sqlite: Stage, rows: Sq
     assert (await sqlite.storage.snapshot()).queues == []
 
 
-async def test_a_garbled_finished_record_is_forgotten_when_its_time_has_come(
+async def test_garbled_finished_record_is_listed_as_failed_and_forgotten_later(
     sqlite: Stage, rows: SqliteSaboteur
 ) -> None:
     await sqlite.enqueue("a")
     await sqlite.complete(await sqlite.claim_one(), ttl=60)
     garble(rows, "a")
     sqlite.clock.advance(60)
+    await sqlite.sweep()
+    assert_damaged(await sqlite.the("a"), None)
+    sqlite.clock.advance(FAILURE_TTL_MS / 1000)
     assert (await sqlite.sweep()).forgotten == 1
     assert await sqlite.get("a") is None
 

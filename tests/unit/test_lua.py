@@ -113,7 +113,6 @@ def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
     assert constant("MAX_CALL_BYTES") == validation.MAX_CALL_BYTES
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
     assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
-    assert constant("MEND_PASSES") == engine.REWRITE_PASSES
     assert constant("LAYOUT") == lua.LAYOUT
     assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
@@ -127,9 +126,9 @@ def _table(name: str) -> str:
     return str(body)
 
 
-NOT_IN_LUA = {"answer", "next_generation", "as_placed", "new_generation"}
-"""What only readers need, what `choose` does by itself, and a part of `start`."""
-OTHERWISE = {"due": "due_of", "end": "finish", "waited_for": "waited_for", "keep_until": "waited_for"}
+NOT_IN_LUA = {"answer", "next_generation", "as_placed", "new_generation", "regenerate"}
+"""What only readers need, and parts of `choose`, `start`, `update_waiting` and `again`."""
+OTHERWISE = {"due": "due_of", "end": "finish"}
 """`end` is a word of Lua's own."""
 
 

@@ -212,7 +212,8 @@ class Queue:
             sent_at = loop.time()
             claim = await self._claim(seconds_ms)
             if not claim.jobs:
-                soonest_s = POLL_INTERVAL_S if claim.next_poll_at is None else (claim.next_poll_at - claim.now) / 1e6
+                known = (at for at in (claim.next_run_at, claim.next_sweep_at) if at is not None)
+                soonest_s = (min(known, default=claim.now + POLL_INTERVAL_S * 1e6) - claim.now) / 1e6
                 return None, min(POLL_INTERVAL_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
             refused: Settlement | None = admit(job, self._config.policy)

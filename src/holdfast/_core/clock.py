@@ -24,8 +24,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The wall clock of this host."""
-
     def now_us(self) -> int:
         return time.time_ns() // 1000
 

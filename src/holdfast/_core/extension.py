@@ -20,18 +20,15 @@ Extension = tuple[tuple[Tag, bytes], ...]
 
 FIRST_WORK_TAG, LAST_TAG = 128, 255
 MAX_EXTENSION_BYTES = 65_536
-"""Limit of a packed extension."""
 
 _HEAD = struct.Struct("<BI")
 
 
 def extension_size(entries: Extension) -> int:
-    """Return the number of bytes of the stored form."""
     return sum(_HEAD.size + len(value) for _, value in entries)
 
 
 def ascends(entries: Extension, first: int, last: int) -> bool:
-    """Return whether the tags ascend and are all in the range from `first` to `last`."""
     before = first - 1
     for tag, _ in entries:
         if not before < tag <= last:
@@ -53,7 +50,6 @@ def split_extension(entries: Iterable[tuple[int, bytes]]) -> tuple[Extension, Ex
 
 
 def pack_extension(entries: Extension) -> bytes:
-    """Return the stored form."""
     return b"".join(part for tag, value in entries for part in (_HEAD.pack(tag, len(value)), value))
 
 

@@ -47,10 +47,6 @@ class State(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @property
-    def live(self) -> bool:
-        return self in LIVE
-
 
 LIVE = frozenset({State.WAITING, State.RUNNING})
 FINISHED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
@@ -62,7 +58,6 @@ class Work(Value, frozen=True):
     payload: bytes | None
     """None only in an operator's retry and in a completed record, which drops its payload."""
     codec: CodecName = "json"
-    """Which codec wrote the payload."""
     priority: Priority = DEFAULT_PRIORITY
     timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_MS)] | None = None
     """This and the limits below: None means the handler's own, looked up when the job is claimed."""
@@ -84,9 +79,7 @@ class Next(Value, frozen=True):
     arrival: At
     wall_at: At = 0
     takes_payload: bool = True
-    """A merge takes `work` too."""
     takes_run_at: bool | Literal["if_later", "if_earlier"] = True
-    """What a merge does with `run_at`."""
     resets_counts: bool = True
 
 
@@ -117,7 +110,6 @@ class Outcome(Value, frozen=True):
     """Until here a completed id answers `keep` from its cache."""
     result: bytes | None = None
     codec: CodecName = "json"
-    """Which codec wrote the result."""
     error: bytes | None = None
 
 
@@ -184,10 +176,6 @@ class Job(Value, frozen=True):
     def deferred(self) -> bool:
         """A request waits for the present run to end."""
         return self.run is not None and self.run.next is not None
-
-    @property
-    def retrying(self) -> bool:
-        return self.run is None and self.outcome is None and self.retries > 0
 
 
 _SORTED = bytes.maketrans(

@@ -16,25 +16,10 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from holdfast._core import jobs
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import (
-    Complete,
-    Fail,
-    Job,
-    LeaseRef,
-    Next,
-    Outcome,
-    Release,
-    Request,
-    RetrySettlement,
-    Settlement,
-    State,
-    StoredLease,
-    Update,
-    Value,
-    Work,
-)
+from holdfast._core.jobs import Job, Next, Outcome, Request, Settlement, State, Work
 from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 
 RESULT_TTL_MS = 3_600_000
@@ -51,19 +36,15 @@ DAMAGED = b'{"type":"RecordDamaged","message":"the stored record could not be re
 """The error of a garbled record: it reads as failed, and an operator may retry it with the rest of its payload."""
 
 
-class Step(Value, frozen=True):
+class Step(jobs.Value, frozen=True):
     """The record after an event (None: there is none any more), and what happened."""
 
     job: Job | None
     kinds: tuple[EventKind, ...] = ()
 
 
-class _Due(Value, frozen=True):
-    """When a request is due: its time, the stamp that set it, and the wall time if its caller named one."""
-
-    run_at: int
-    arrival: int
-    wall_at: int = 0
+_Due = tuple[int, int, int]
+"""When a request is due: `run_at`, `arrival` and `wall_at`, as a `Job` has them."""
 
 
 def forgotten(job: Job, now: int) -> bool:
@@ -82,7 +63,6 @@ def tidy(job: Job, now: int) -> Job:
 
 
 def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, Enqueued]:
-    """A request for an id to run."""
     now = time.last_at
     stamp = time.stamp()
     if job is not None and forgotten(job, now):
@@ -122,101 +102,78 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 def new_generation(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> Job:
     """Return the record of a new generation, of a new id (`job` is None) or of one that has finished."""
-    due = _due(request, time, stamp)
-    return Job(
-        id=request.id,
-        work=work,
-        generation=stamp,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        custom_id=request.custom_id,
-        previous=None if job is None else job.outcome,
-        keep_until_at=_keep_until(0 if job is None else job.keep_until_at, request, time.last_at),
-    )
+    run_at, arrival, wall_at = _due(request, time, stamp)
+    started = Job(request.id, work, stamp, run_at, arrival, wall_at, request.custom_id)
+    if job is not None:
+        started = replace(started, previous=job.outcome, keep_until_at=job.keep_until_at)
+    return _waited_for(started, request, time.last_at) if request.keep_ms else started
 
 
-def _update_waiting(job: Job, request: Request, update: Update, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
-    """The update is a new generation, so it clears the record's extension, also where it keeps the work."""
-    due = _choose(update.run_at, _Due(job.run_at, job.arrival, job.wall_at), _due(request, time, stamp), time)
-    job = replace(
-        _waited_for(job, request, time.last_at),
-        work=request.work if update.payload else job.work,
-        generation=stamp,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        extension=(),
-    )
-    if update.resets_counts:
-        job = _reset_counts(job)
+def _update_waiting(
+    job: Job, request: Request, update: jobs.Update, time: QueueTime, stamp: int
+) -> tuple[Step, Enqueued]:
+    due = _choose(update.run_at, _due_of(job), _due(request, time, stamp), time)
+    work = request.work if update.payload else job.work
+    job = _regenerate(_waited_for(job, request, time.last_at), stamp, work, due, update.resets_counts)
     return Step(job, (EventKind.UPDATED,)), Enqueued(job.id, Placed.UPDATED, stamp, State.WAITING)
 
 
 def _update_running(
-    job: Job, run: StoredLease, request: Request, update: Update, time: QueueTime, stamp: int
+    job: Job, run: jobs.StoredLease, request: Request, update: jobs.Update, time: QueueTime, stamp: int
 ) -> tuple[Step, Enqueued]:
     """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
-    due = _due(request, time, stamp)
-    old = run.next
-    if old is None:
-        following = Next(
-            generation=stamp,
-            work=request.work,
-            run_at=due.run_at,
-            arrival=due.arrival,
-            wall_at=due.wall_at,
-            takes_payload=update.payload,
-            takes_run_at=update.run_at,
-            resets_counts=update.resets_counts,
-        )
-    else:
-        due = _choose(update.run_at, _Due(old.run_at, old.arrival, old.wall_at), due, time)
-        following = Next(
-            generation=stamp,
-            work=request.work if update.payload else old.work,
-            run_at=due.run_at,
-            arrival=due.arrival,
-            wall_at=due.wall_at,
-            takes_payload=old.takes_payload or update.payload,
-            takes_run_at=True if old.takes_run_at is True else update.run_at,
-            resets_counts=old.resets_counts or update.resets_counts,
-        )
+    due, old = _due(request, time, stamp), run.next
+    if old is not None:
+        due = _choose(update.run_at, _due_of(old), due, time)
+    run_at, arrival, wall_at = due
+    following = Next(
+        generation=stamp,
+        work=request.work if old is None or update.payload else old.work,
+        run_at=run_at,
+        arrival=arrival,
+        wall_at=wall_at,
+        takes_payload=update.payload or (old is not None and old.takes_payload),
+        takes_run_at=True if old is not None and old.takes_run_at is True else update.run_at,
+        resets_counts=update.resets_counts or (old is not None and old.resets_counts),
+    )
     job = replace(_waited_for(job, request, time.last_at), run=replace(run, next=following))
     return Step(job, (EventKind.DEFERRED,)), Enqueued(job.id, Placed.DEFERRED, stamp, State.RUNNING)
 
 
 def _due(request: Request, time: QueueTime, stamp: int) -> _Due:
     if request.run_at is not None:
-        return _Due(request.run_at + time.skew, stamp, request.run_at)
-    return _Due(time.last_at + 1000 * (request.delay_ms or 0), stamp)
+        return request.run_at + time.skew, stamp, request.run_at
+    return time.last_at + 1000 * (request.delay_ms or 0), stamp, 0
+
+
+def _due_of(job: Job | Next) -> _Due:
+    return job.run_at, job.arrival, job.wall_at
 
 
 def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
     """The time that a rule takes, of two, both as the corrected clock has them."""
-    old, new = _as_placed(old, time), _as_placed(new, time)
-    if rule == "if_later":
-        return new if new.run_at > old.run_at else old
-    if rule == "if_earlier":
-        return new if new.run_at < old.run_at else old
-    return new if rule else old
+    (old_at, *_), (new_at, *_) = old, new = _as_placed(old, time), _as_placed(new, time)
+    takes_new = new_at > old_at if rule == "if_later" else new_at < old_at if rule == "if_earlier" else rule
+    return new if takes_new else old
 
 
 def _as_placed(due: _Due, time: QueueTime) -> _Due:
-    return replace(due, run_at=time.place(due.run_at, due.wall_at, due.arrival)) if due.wall_at else due
+    run_at, arrival, wall_at = due
+    return time.place(run_at, wall_at, arrival), arrival, wall_at
 
 
 def _waited_for(job: Job, request: Request, now: int) -> Job:
-    until = _keep_until(job.keep_until_at, request, now)
-    return job if until == job.keep_until_at else replace(job, keep_until_at=until)
+    until = now + 1000 * request.keep_ms
+    return replace(job, keep_until_at=until) if request.keep_ms and until > job.keep_until_at else job
 
 
-def _keep_until(until: int, request: Request, now: int) -> int:
-    return max(until, now + 1000 * request.keep_ms) if request.keep_ms else until
-
-
-def _reset_counts(job: Job) -> Job:
-    return replace(job, retries=0, stalls=0, timeouts=0, error=None)
+def _regenerate(job: Job, generation: int, work: Work, due: _Due, resets_counts: bool) -> Job:
+    """Let a waiting job stand for another request. The extension of the record ends with its generation."""
+    if resets_counts:
+        job = replace(job, retries=0, stalls=0, timeouts=0, error=None)
+    run_at, arrival, wall_at = due
+    job = replace(job, work=work, generation=generation, extension=())
+    return replace(job, run_at=run_at, arrival=arrival, wall_at=wall_at)
 
 
 def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
@@ -233,22 +190,20 @@ def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
     return Step(asked, (EventKind.CANCEL_ASKED,)), CancelResult.ASKED
 
 
-def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | None, KeepResult]:
+def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, KeepResult]:
     """Change how long an outcome is remembered; `at_least` is a waiter's, and never shortens anything."""
     if job is None or forgotten(job, now):
-        return job, KeepResult.MISSING
+        return Step(job), KeepResult.MISSING
     until = now + 1000 * ttl_ms
     if job.outcome is None:
-        changed = (
-            replace(job, keep_until_at=max(job.keep_until_at, until)) if at_least else replace(job, keep_ms=ttl_ms)
-        )
-        return changed, KeepResult.LIVE
+        waited = replace(job, keep_until_at=max(job.keep_until_at, until))
+        return Step(waited if at_least else replace(job, keep_ms=ttl_ms)), KeepResult.LIVE
     if at_least:
         outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until))
     else:
         dedup_at = until if job.outcome.state is State.COMPLETED else 0
         outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at)
-    return replace(job, outcome=outcome), KeepResult.KEPT
+    return Step(replace(job, outcome=outcome)), KeepResult.KEPT
 
 
 # Runs
@@ -256,7 +211,7 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Job | 
 
 def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
     """A waiting job that is due becomes a run with a fence of its own."""
-    run = StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
+    run = jobs.StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
     return Step(replace(job, run=run, attempts=job.attempts + 1), (EventKind.CLAIMED,))
 
 
@@ -271,7 +226,7 @@ def holds(job: Job | None, worker: str, fence: int) -> bool:
     return job is not None and job.run is not None and job.run.fence == fence and job.run.worker == worker
 
 
-def extend(job: Job, lease: LeaseRef, lease_ms: int, now: int) -> Job:
+def extend(job: Job, lease: jobs.LeaseRef, lease_ms: int, now: int) -> Job:
     """The holder is alive. Call only if it `holds` the lease."""
     assert job.run is not None
     progress = job.run.progress if lease.progress is None else lease.progress
@@ -283,16 +238,16 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
     """End a lease. Call only if the settler `holds` it."""
     assert job.run is not None
     now = time.last_at
-    if job.run.cancel_asked and not isinstance(settlement, Complete):
+    if job.run.cancel_asked and not isinstance(settlement, jobs.Complete):
         return _end(job, _cancelled(job, now), EventKind.CANCELLED, now)
     match settlement:
-        case Complete():
+        case jobs.Complete():
             return _end(job, _completed(job, settlement, now), EventKind.COMPLETED, now)
-        case Fail():
+        case jobs.Fail():
             return _end(job, _failed(job, settlement, now), EventKind.FAILED, now)
-        case RetrySettlement():
+        case jobs.RetrySettlement():
             return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
-        case Release():
+        case jobs.Release():
             return _again(job, job.run, job, EventKind.RELEASED, time)
 
 
@@ -323,7 +278,7 @@ def take_back(job: Job, time: QueueTime) -> Step:
     return _again(job, run, back, EventKind.STALLED, time)
 
 
-def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
+def _counted(job: Job, retry: jobs.RetrySettlement, time: QueueTime) -> Job:
     """A stall that need not wait keeps the job's place in front, as an expired lease does."""
     counted = replace(
         job,
@@ -340,29 +295,15 @@ def _counted(job: Job, retry: RetrySettlement, time: QueueTime) -> Job:
     return replace(counted, run_at=time.last_at + 1000 * retry.delay_ms, wall_at=0)
 
 
-def _again(job: Job, run: StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
-    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules: it is a new
-    generation, so it clears the record's extension, also where it keeps the work."""
+def _again(job: Job, run: jobs.StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
+    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules."""
     back = replace(back, run=None)
     following = run.next
     if following is None:
         return Step(back, (kind,))
-    due = _choose(
-        following.takes_run_at,
-        _Due(back.run_at, back.arrival, back.wall_at),
-        _Due(following.run_at, following.arrival, following.wall_at),
-        time,
-    )
-    back = replace(
-        back,
-        work=following.work if following.takes_payload else job.work,
-        generation=following.generation,
-        run_at=due.run_at,
-        arrival=due.arrival,
-        wall_at=due.wall_at,
-        extension=(),
-    )
-    return Step(_reset_counts(back) if following.resets_counts else back, (kind,))
+    due = _choose(following.takes_run_at, _due_of(back), _due_of(following), time)
+    work = following.work if following.takes_payload else job.work
+    return Step(_regenerate(back, following.generation, work, due, following.resets_counts), (kind,))
 
 
 def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
@@ -388,21 +329,14 @@ def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
     return Step(replace(job, work=work, run=None, outcome=outcome, error=None, keep_ms=None), (kind,))
 
 
-def _completed(job: Job, settlement: Complete, now: int) -> Outcome:
+def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
-    return Outcome(
-        generation=job.generation,
-        state=State.COMPLETED,
-        ended_at=now,
-        forget_at=forget_at,
-        dedup_at=dedup_at,
-        result=settlement.result,
-        codec=settlement.codec,
-    )
+    result, codec = settlement.result, settlement.codec
+    return Outcome(job.generation, State.COMPLETED, now, forget_at, dedup_at, result=result, codec=codec)
 
 
-def _failed(job: Job, settlement: Fail, now: int) -> Outcome:
+def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:
     forget_at = _forget_at(job, settlement.failure_ttl_ms, now)
     return Outcome(job.generation, State.FAILED, now, forget_at, error=settlement.error)
 

@@ -44,12 +44,6 @@ class Claim(Value, frozen=True):
     """When the next lease may have to be taken back."""
     paused: bool = False
 
-    @property
-    def next_poll_at(self) -> int | None:
-        """When it is worth asking again, as far as is known."""
-        known = [self.next_sweep_at, None if self.paused else self.next_run_at]
-        return min((at for at in known if at is not None), default=None)
-
 
 class SettleResult(StrEnum):
     OK = "ok"
@@ -96,7 +90,6 @@ class Swept(Value, frozen=True):
     overdue: list[str]
     """Leases seen past their deadline; their holders have half a lease to show up."""
     stalled: list[str]
-    """Jobs taken back."""
     forgotten: int
     more: bool
     """The limit was reached: sweep again."""
@@ -123,7 +116,6 @@ class QueueStats(Value, frozen=True):
 
 
 WorkerFacts = dict[str, str | int | list[str]]
-"""Facts that a worker announces."""
 
 
 class WorkerInfo(Value, frozen=True):
@@ -146,7 +138,6 @@ class StorageInfo(Value, frozen=True):
     name: str
     """What it is and where, without secrets."""
     now: int
-    """Its wall clock."""
     keeps: str
     """What survives a kill, and a power cut."""
     facts: dict[str, str]

@@ -136,7 +136,8 @@ class Claimer:
     def _claim_at(self, claim: Claim) -> float:
         """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
         now = asyncio.get_running_loop().time()
-        at = NEVER if claim.next_poll_at is None else now + (claim.next_poll_at - claim.now) / 1e6
+        known = [at for at in (claim.next_run_at, claim.next_sweep_at) if at is not None]
+        at = now + (min(known) - claim.now) / 1e6 if known else NEVER
         return NEVER if self._burst and at > now else at
 
     # Runs

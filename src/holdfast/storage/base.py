@@ -15,23 +15,9 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Self
 
+from holdfast._core import replies
 from holdfast._core.events import Events, Topic
 from holdfast._core.jobs import Job, LeaseRef, Request, Settlement, State
-from holdfast._core.replies import (
-    CancelResult,
-    Claim,
-    Enqueued,
-    Extended,
-    KeepResult,
-    Page,
-    Repaired,
-    SettleResult,
-    Snapshot,
-    StorageInfo,
-    Swept,
-    WorkerCommands,
-    WorkerFacts,
-)
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.subscriptions import EventBus, Subscription
@@ -90,7 +76,7 @@ class Storage(ABC):
 
     # Changing
 
-    async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+    async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
         """Request jobs to run. The only verb that a full storage refuses."""
         validation.check_requests(queue, jobs, self._max_payload)
         if not jobs:
@@ -99,7 +85,7 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._enqueue(queue, jobs)
 
-    def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+    def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued | None]:
         """Request jobs to run inside a transaction of the caller: they exist exactly if it commits. The storage need
         not be open.
 
@@ -115,7 +101,7 @@ class Storage(ABC):
         validation.check_requests(queue, jobs, self._max_payload)
         return self._enqueue_in(transaction, queue, jobs) if jobs else []
 
-    async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
+    async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> replies.Claim:
         """Lease up to `limit` jobs that are due: by priority, then run_at, then arrival. Sweeps a little first."""
         validation.check_queue(queue)
         validation.check_limit(limit, validation.MAX_ITEMS)
@@ -124,7 +110,7 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._claim(queue, limit, worker, lease_ms)
 
-    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
+    async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[replies.SettleResult]:
         """End leases. Only this worker's current fence settles; any other is LOST and changes nothing."""
         validation.check_settlements(queue, batch, self._max_payload)
         validation.check_worker(worker)
@@ -134,17 +120,17 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._settle(queue, batch, worker)
 
-    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
+    async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> replies.Extended:
         """Extend leases, because their holder is alive: each lasts `lease_ms` from now."""
         validation.check_leases(queue, leases, self._max_payload)
         validation.check_lease(worker, lease_ms)
         if not leases:
-            return Extended([], [])
+            return replies.Extended([], [])
         if self._pid != os.getpid():
             await self._open_on_first_verb()
         return await self._extend(queue, leases, worker, lease_ms)
 
-    async def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+    async def cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         """Stop jobs: a waiting job at once, a running one by asking its worker."""
         validation.check_ids(queue, ids)
         if not ids:
@@ -153,7 +139,9 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._cancel(queue, ids)
 
-    async def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False) -> list[KeepResult]:
+    async def keep(
+        self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False
+    ) -> list[replies.KeepResult]:
         """Change how long outcomes are remembered; of a live job, from its end. `at_least` never shortens."""
         validation.check_ids(queue, ids)
         validation.check_length("ttl_ms", ttl_ms)
@@ -171,7 +159,7 @@ class Storage(ABC):
             await self._open_on_first_verb()
         await self._pause(queue, paused, reason)
 
-    async def sweep(self, queue: str, limit: int = validation.MAX_SWEEP, *, worker: str | None = None) -> Swept:
+    async def sweep(self, queue: str, limit: int = validation.MAX_SWEEP, *, worker: str | None = None) -> replies.Swept:
         """Take back expired leases, in two steps, and forget records past their forget time. With `worker`: take back
         all leases of this worker at once, because it is known to be dead."""
         validation.check_queue(queue)
@@ -192,7 +180,7 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._purge(queue, {State(state) for state in states}, limit, drop)
 
-    async def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
+    async def announce(self, worker: str, facts: replies.WorkerFacts, *, ttl_ms: int) -> replies.WorkerCommands:
         """Register a worker with its facts for `ttl_ms`; `facts["queues"]` lists the queues that it serves. The reply
         has the commands for this worker."""
         validation.check_lease(worker, ttl_ms)
@@ -208,7 +196,7 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._evict(worker)
 
-    async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> Repaired:
+    async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> replies.Repaired:
         """Check one page of records and repair them; with `dry_run` only check. `cursor` continues."""
         validation.check_queue(queue)
         if self._pid != os.getpid():
@@ -236,7 +224,9 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._get(queue, ids)
 
-    async def scan(self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100) -> Page:
+    async def scan(
+        self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100
+    ) -> replies.Page:
         """List records without payloads and results: those of one state in its order, or of all states, one state
         after the other."""
         validation.check_queue(queue)
@@ -248,13 +238,13 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._scan(queue, state, after, limit)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> replies.Snapshot:
         """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues."""
         if self._pid != os.getpid():
             await self._open_on_first_verb()
         return await self._snapshot()
 
-    async def about(self) -> StorageInfo:
+    async def about(self) -> replies.StorageInfo:
         """Return what the storage is and what it keeps, for operators."""
         if self._pid != os.getpid():
             await self._open_on_first_verb()
@@ -282,7 +272,6 @@ class Storage(ABC):
         self._pid = os.getpid()
 
     async def _close(self) -> None:
-        """Disconnect."""
         self._pid = None
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
@@ -294,44 +283,46 @@ class Storage(ABC):
         thread with its own event loop. Each of the two is opened and closed separately."""
 
     @abstractmethod
-    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]: ...
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]: ...
     @abstractmethod
-    def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]: ...
+    def _enqueue_in(
+        self, transaction: object, queue: str, jobs: Sequence[Request]
+    ) -> list[replies.Enqueued | None]: ...
     @abstractmethod
-    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim: ...
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim: ...
     @abstractmethod
-    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]: ...
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]: ...
     @abstractmethod
-    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended: ...
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended: ...
     @abstractmethod
-    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]: ...
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]: ...
     @abstractmethod
-    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]: ...
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]: ...
     @abstractmethod
     async def _pause(self, queue: str, paused: bool, reason: str) -> None: ...
     @abstractmethod
-    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept: ...
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept: ...
     @abstractmethod
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int: ...
     @abstractmethod
-    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands: ...
+    async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands: ...
     @abstractmethod
     async def _evict(self, worker: str) -> bool: ...
     @abstractmethod
-    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired: ...
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired: ...
     @abstractmethod
     async def _ready(self, queues: Sequence[str]) -> list[str]: ...
     @abstractmethod
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]: ...
     @abstractmethod
-    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page: ...
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page: ...
     @abstractmethod
-    async def _snapshot(self) -> Snapshot: ...
+    async def _snapshot(self) -> replies.Snapshot: ...
     @abstractmethod
-    async def _about(self) -> StorageInfo: ...
+    async def _about(self) -> replies.StorageInfo: ...
 
 
-async def audit(storage: Storage, queue: str, *, repair: bool = False) -> Repaired:
+async def audit(storage: Storage, queue: str, *, repair: bool = False) -> replies.Repaired:
     """Check all records of a queue, one page after the other; with `repair`, repair them.
 
     >>> (await audit(storage, "emails")).problems
@@ -343,4 +334,4 @@ async def audit(storage: Storage, queue: str, *, repair: bool = False) -> Repair
         page = await storage.repair(queue, dry_run=not repair, cursor=page.cursor)
         problems += page.problems
         checked += page.checked
-    return Repaired(problems, checked, None)
+    return replies.Repaired(problems, checked, None)

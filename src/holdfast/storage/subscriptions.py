@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 from holdfast._core.events import Event, EventKind, Events, Topic
@@ -20,11 +20,7 @@ MAX_PENDING = 10_000
 TopicKey = TypeVar("TopicKey")
 
 Route = Callable[[Topic], bool]
-"""Filter: which topics a message applies to. Prevents duplicate delivery when an event arrives on several channels."""
-
-
-def everyone(topic: Topic) -> bool:
-    return True
+"""Which topics a message applies to; None is all. An event that arrives on several channels is delivered once."""
 
 
 class Subscription:
@@ -55,7 +51,6 @@ class Subscription:
         return self._pending.popleft()
 
     async def within(self, seconds: float) -> Event | None:
-        """Return the next event; None if none arrives within `seconds`."""
         if not self._pending:
             arrival = self._next_arrival()
             timer = self.loop.call_later(seconds, _release, arrival)
@@ -66,7 +61,6 @@ class Subscription:
         return self._pending.popleft() if self._pending else None
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
         self._callback = callback
         while self._pending:
             callback(self._pending.popleft())
@@ -76,9 +70,9 @@ class Subscription:
             self._arrival = self.loop.create_future()
         return self._arrival
 
-    def receive(self, events: Iterable[Event], route: Route) -> None:
+    def receive(self, events: Iterable[Event], route: Route | None) -> None:
         """Take the events that a topic on this route covers. Called on the loop of the subscription."""
-        topics = [topic for topic in self.topics if route(topic)]
+        topics = [topic for topic in self.topics if route is None or route(topic)]
         for event in events:
             if any(topic.covers(event) for topic in topics):
                 if self._callback is not None:
@@ -118,7 +112,7 @@ class EventBus:
                 else:
                     _leave(self._to_jobs, (topic.queue, topic.id), subscription)
 
-    def publish(self, events: Sequence[Event], route: Route = everyone) -> None:
+    def publish(self, events: Sequence[Event], route: Route | None = None) -> None:
         """Hand events to the loops of the listeners. Callable from any thread."""
         if not (self._to_queues or self._to_jobs):
             return
@@ -142,7 +136,7 @@ class EventBus:
         for subscription in listeners:
             kinds = (EventKind.UPDATED, EventKind.CANCELLED)
             events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
-            _call(subscription, events, everyone)
+            _call(subscription, events, None)
 
 
 def _leave(listeners: dict[TopicKey, dict[Subscription, None]], key: TopicKey, subscription: Subscription) -> None:
@@ -152,7 +146,7 @@ def _leave(listeners: dict[TopicKey, dict[Subscription, None]], key: TopicKey, s
         listeners.pop(key, None)
 
 
-def _call(subscription: Subscription, events: list[Event], route: Route) -> None:
+def _call(subscription: Subscription, events: list[Event], route: Route | None) -> None:
     try:
         if asyncio.get_running_loop() is subscription.loop:
             subscription.receive(events, route)
@@ -165,32 +159,16 @@ def _call(subscription: Subscription, events: list[Event], route: Route) -> None
         pass  # The listener's loop has closed; it will never ask again.
 
 
-class RemoteSubscription:
-    """A subscription that other processes or a server feed as well.
-
-    `listen` asks them to. It may return a function that ends this; without one, what was asked for once is sent until
-    the storage is closed.
-    """
-
-    def __init__(
-        self,
-        inner: AbstractAsyncContextManager[Events],
-        listen: Callable[[], Awaitable[Callable[[], None] | None]],
-    ) -> None:
-        self._inner = inner
-        self._listen = listen
-        self._leave: Callable[[], None] | None = None
-
-    async def __aenter__(self) -> Events:
-        events = await self._inner.__aenter__()
+@asynccontextmanager
+async def remote_subscription(
+    inner: AbstractAsyncContextManager[Events], listen: Callable[[], Awaitable[Callable[[], None] | None]]
+) -> AsyncGenerator[Events]:
+    """A subscription that other processes or a server feed as well. `listen` asks them to. It may return a function
+    that ends this; without one, they go on until the storage is closed."""
+    async with inner as events:
+        leave = await listen()
         try:
-            self._leave = await self._listen()
-        except BaseException:
-            await self._inner.__aexit__(None, None, None)
-            raise
-        return events
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._inner.__aexit__(None, None, None)
-        if self._leave is not None:
-            self._leave()
+            yield events
+        finally:
+            if leave is not None:
+                leave()

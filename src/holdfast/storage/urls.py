@@ -16,11 +16,7 @@ DEFAULT_URL = "sqlite:///holdfast.db"
 
 
 def connect(
-    url: str = DEFAULT_URL,
-    *,
-    namespace: str = "hf",
-    clock: Clock | None = None,
-    max_payload: int | None = None,
+    url: str = DEFAULT_URL, *, namespace: str = "hf", clock: Clock | None = None, max_payload: int | None = None
 ) -> Storage:
     """Return the storage that a URL names, not yet open.
 

@@ -15,12 +15,10 @@ from holdfast._core.events import ENDS, STARTS, EventKind
 from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, ascends, split_extension
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem, Repaired
-from holdfast.storage.local.table import VIEWS, Found, QueueMeta, Table, index_of, newest_stamp
-from holdfast.storage.local.transaction import QueueTransaction
+from holdfast.storage.local.table import VIEWS, Found, QueueMeta, QueueTransaction, Table, index_of, newest_stamp
 from holdfast.storage.validation import decode_cursor, encode_cursor, id_bytes
 
 REPAIR_PAGE = 200
-"""Records that one call of `repair` checks."""
 
 
 def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:
@@ -48,6 +46,11 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
         time.last_stamp = newest
         return Problem("stamp", queue, found.id, detail), job
     return None, job
+
+
+def unreadable_meta(queue: str) -> Problem:
+    """The problem of a queue whose metadata `repair` must make from the records before anything else is checked."""
+    return Problem("meta", queue, "", "the metadata cannot be read: totals, pause and skew are lost")
 
 
 def _with_sorted_extension(job: Job) -> Job:
@@ -78,7 +81,7 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
         if problem is not None:
             problems.append(problem)
             if not dry_run:
-                transaction.rewrite(repaired)
+                transaction.rewrite(repaired, repaired)
     if not dry_run:
         transaction.close()
     problems += [Problem("index", queue, "", stray) for stray in strays]
@@ -93,23 +96,19 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
 def _recount(table: Table, queue: str, meta: QueueMeta, dry_run: bool) -> list[Problem]:
     actual = table.tally(queue)
     counted = {name: meta.counts.get(name, 0) for name in (*State, *VIEWS)}
-    problems, missing = compare_counts(queue, counted, actual, meta.totals, rebuilt=meta.rebuilt)
+    problems, missing = compare_counts(queue, counted, actual, meta.totals)
     if not dry_run:
-        meta.rebuilt = False
         meta.counts = actual
         meta.totals[EventKind.ENQUEUED] = meta.totals.get(EventKind.ENQUEUED, 0) + missing
     return problems
 
 
 def compare_counts(
-    queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int], *, rebuilt: bool
+    queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int]
 ) -> tuple[list[Problem], int]:
     """Compare a queue's counts with those of its records, which are right where the two differ, and check that the
     totals add up. Returns the problems and the number by which the total of enqueued jobs is too low."""
     problems: list[Problem] = []
-    if rebuilt:
-        detail = "the metadata could not be read: totals, pause and skew are lost"
-        problems.append(Problem("meta", queue, "", detail))
     for name, number in counted.items():
         found = actual.get(name, 0)
         if number != found:

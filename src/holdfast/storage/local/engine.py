@@ -12,39 +12,24 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from holdfast._core import lifecycle
+from holdfast._core import lifecycle, replies
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
-from holdfast._core.jobs import FINISHED, Fail, Job, LeaseRef, Request, Settlement, State
-from holdfast._core.replies import (
-    CancelResult,
-    Claim,
-    Enqueued,
-    Extended,
-    KeepResult,
-    Page,
-    Placed,
-    QueueStats,
-    Repaired,
-    SettleResult,
-    Snapshot,
-    Swept,
-    WorkerCommands,
-    WorkerFacts,
-    WorkerInfo,
-)
+from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import Storage
-from holdfast.storage.local.audit import repair_page
-from holdfast.storage.local.table import QueueMeta, Table
-from holdfast.storage.local.transaction import QueueTransaction
-from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
-from holdfast.storage.validation import (
-    FAILED_SUFFIX,
-    MAX_CALL_BYTES,
-    MAX_ITEMS,
-    MAX_SWEEP,
+from holdfast.storage.local.audit import repair_page, unreadable_meta
+from holdfast.storage.local.table import (
+    QueueMeta,
+    QueueTransaction,
+    Table,
+    as_read,
+    listed,
+    read_cursor,
+    served_by,
+    write_cursor,
 )
+from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS, MAX_SWEEP
 
 T = TypeVar("T")
 
@@ -52,8 +37,6 @@ SWEEP_ON_CLAIM = 10
 """How many leases, and how many finished records, a claim sweeps in passing."""
 FORGET_ON_ENQUEUE = 2
 """How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
-REWRITE_PASSES = 2
-"""How often a claim looks for what is misplaced before it takes what it finds."""
 
 
 class Engine:
@@ -64,32 +47,29 @@ class Engine:
         self.clock = clock
 
     def _existing(self, queue: str) -> QueueTransaction | None:
-        """Return a transaction on a queue; None if the queue does not exist."""
         meta = self.table.meta(queue)
         return None if meta is None else QueueTransaction(self.table, queue, meta, self.clock.now_us())
 
     def _open(self, queue: str) -> QueueTransaction:
-        """Return a transaction on a queue, which is made if it does not exist."""
         return QueueTransaction(self.table, queue, self.table.open(queue), self.clock.now_us())
 
     def _time(self, queue: str) -> QueueTime:
-        """The queue's time for a step that only reads."""
         meta = self.table.meta(queue)
         time = QueueTime() if meta is None else replace(meta.time)
         time.tick(self.clock.now_us())
         return time
 
-    def enqueue(self, queue: str, requests: Sequence[Request]) -> list[Enqueued]:
+    def enqueue(self, queue: str, requests: Sequence[Request]) -> list[replies.Enqueued]:
         transaction = self._open(queue)
         transaction.sweep_forgotten(FORGET_ON_ENQUEUE)
-        replies = _start(transaction, requests) or _enqueue(transaction, requests)
+        results = _start(transaction, requests) or _enqueue(transaction, requests)
         transaction.close()
-        return replies
+        return results
 
-    def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> Claim:
+    def claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         transaction = self._existing(queue)
         if transaction is None:
-            return Claim([], self.clock.now_us(), None, None)
+            return replies.Claim([], self.clock.now_us(), None, None)
         transaction.sweep(SWEEP_ON_CLAIM)
         transaction.sweep_forgotten(SWEEP_ON_CLAIM)
         paused = transaction.meta.paused
@@ -97,7 +77,7 @@ class Engine:
         jobs = [] if paused else self._claim_due(queue, limit, worker, lease_ms)
         next_run_at = None if paused else self.table.next_run_at(queue)
         next_sweep_at = self.table.next_sweep_at(queue)
-        return Claim(
+        return replies.Claim(
             [as_read(job, transaction.time) for job in jobs], transaction.now, next_run_at, next_sweep_at, paused
         )
 
@@ -113,51 +93,48 @@ class Engine:
         return any(at is not None and at <= now for at in times)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
-        """Lease what is due, once what is next stands in its right place: a stepped clock, or damage, may have
-        misplaced it."""
-        for _ in range(REWRITE_PASSES):
-            transaction = self._open(queue)
-            due = self.table.due(queue, transaction.now, limit)
-            misplaced = [job for job in due if _misplaced(job, transaction.time)]
-            if not misplaced:
-                return _claim(transaction, due, worker, lease_ms)
-            for job in misplaced:
-                transaction.rewrite(
-                    job if job.state is not State.WAITING else lifecycle.follow_clock(job, transaction.time)
-                )
-            transaction.close()
+        """Lease what is due. A job whose wall time is early, because the clock has stepped, moves to its place first,
+        and a garbled record to the failed ones: then others may be due in their places."""
         transaction = self._open(queue)
         due = self.table.due(queue, transaction.now, limit)
-        return _claim(transaction, [job for job in due if not _misplaced(job, transaction.time)], worker, lease_ms)
+        passed_over = [job for job in due if not _fits(job, transaction.time)]
+        if passed_over:
+            for job in passed_over:
+                transaction.rewrite(job, lifecycle.follow_clock(job, transaction.time))
+            transaction.close()
+            transaction = self._open(queue)
+            due = self.table.due(queue, transaction.now, limit)
+            due = [job for job in due if _fits(job, transaction.time)]
+        return _claim(transaction, due, worker, lease_ms)
 
-    def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[SettleResult]:
+    def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
         transaction = self._existing(queue)
         if transaction is None:
-            return [SettleResult.LOST] * len(batch)
+            return [replies.SettleResult.LOST] * len(batch)
         records = transaction.load([item.id for item in batch])
-        replies: list[SettleResult] = []
+        results: list[replies.SettleResult] = []
         follow_ups: list[Request] = []
         for item in batch:
             job = records[item.id]
             if job is None or not lifecycle.holds(job, worker, item.fence):
-                replies.append(SettleResult.LOST)
+                results.append(replies.SettleResult.LOST)
                 continue
             step = lifecycle.settle(job, item, transaction.time)
             if isinstance(item, Fail) and item.follow_up is not None and EventKind.FAILED in step.kinds:
                 follow_ups.append(Request(f"{item.id}@{job.generation}", item.follow_up, custom_id=True))
             records[item.id] = transaction.record_change(item.id, job, step)
-            replies.append(SettleResult.OK)
+            results.append(replies.SettleResult.OK)
         transaction.close()
         if follow_ups:
             companion = self._open(queue + FAILED_SUFFIX)
             _enqueue(companion, follow_ups)
             companion.close()
-        return replies
+        return results
 
-    def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> Extended:
+    def extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
         transaction = self._existing(queue)
         if transaction is None:
-            return Extended(list(leases), [])
+            return replies.Extended(list(leases), [])
         records = transaction.load([lease.id for lease in leases])
         lost: list[LeaseRef] = []
         cancel_asked: list[LeaseRef] = []
@@ -171,33 +148,28 @@ class Engine:
             step = lifecycle.Step(lifecycle.extend(job, lease, lease_ms, transaction.now))
             records[lease.id] = transaction.record_change(lease.id, job, step)
         transaction.close()
-        return Extended(lost, cancel_asked)
+        return replies.Extended(lost, cancel_asked)
 
-    def cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+    def cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
+        return self._change_each(queue, ids, lifecycle.cancel)
+
+    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
+        return self._change_each(queue, ids, lambda job, now: lifecycle.keep(job, ttl_ms, at_least, now))
+
+    def _change_each(
+        self, queue: str, ids: Sequence[str], decide: Callable[[Job | None, int], tuple[lifecycle.Step, T]]
+    ) -> list[T]:
         transaction = self._existing(queue)
         if transaction is None:
-            return [CancelResult.MISSING] * len(ids)
+            return [decide(None, 0)[1] for _ in ids]
         records = transaction.load(ids)
-        replies: list[CancelResult] = []
+        results: list[T] = []
         for id in ids:
-            step, reply = lifecycle.cancel(records[id], transaction.now)
+            step, result = decide(records[id], transaction.now)
             records[id] = transaction.record_change(id, records[id], step)
-            replies.append(reply)
+            results.append(result)
         transaction.close()
-        return replies
-
-    def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool) -> list[KeepResult]:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return [KeepResult.MISSING] * len(ids)
-        records = transaction.load(ids)
-        replies: list[KeepResult] = []
-        for id in ids:
-            job, reply = lifecycle.keep(records[id], ttl_ms, at_least, transaction.now)
-            records[id] = transaction.record_change(id, records[id], lifecycle.Step(job))
-            replies.append(reply)
-        transaction.close()
-        return replies
+        return results
 
     def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         time = self._time(queue)
@@ -205,7 +177,7 @@ class Engine:
         found = [loaded.get(id) for id in ids]
         return [None if job is None or lifecycle.forgotten(job, time.last_at) else as_read(job, time) for job in found]
 
-    def scan(self, queue: str, *, state: State | None, after: str | None, limit: int) -> Page:
+    def scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         states, start = read_cursor(state, after)
         jobs: list[Job] = []
         end: str | None = None
@@ -219,22 +191,22 @@ class Engine:
                 end = write_cursor(state, at, place)
                 break
             start = None
-        return Page(listed(jobs, self._time(queue)), end)
+        return replies.Page(listed(jobs, self._time(queue)), end)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> replies.Snapshot:
         now = self.clock.now_us()
         workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
-        return Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
+        return replies.Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
 
-    def _stats(self, queue: str, workers: Sequence[WorkerInfo]) -> QueueStats:
+    def _stats(self, queue: str, workers: Sequence[replies.WorkerInfo]) -> replies.QueueStats:
         meta = self.table.meta(queue) or QueueMeta()
         now = self._time(queue).last_at
         counts = meta.counts
         past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
-        heads = self.table.heads(queue, now) if counts.get(State.WAITING, 0) > scheduled else []
+        heads = self.table.due(queue, now, len(PRIORITIES), 1) if counts.get(State.WAITING, 0) > scheduled else []
         oldest = min((max(job.run_at, job.generation) for job in heads), default=now)
-        return QueueStats(
+        return replies.QueueStats(
             queue,
             ready=counts.get(State.WAITING, 0) - scheduled,
             scheduled=scheduled,
@@ -251,22 +223,22 @@ class Engine:
             totals=dict(meta.totals),
         )
 
-    def pause(self, queue: str, paused: bool, *, reason: str) -> None:
+    def pause(self, queue: str, paused: bool, reason: str) -> None:
         meta = self.table.open(queue)
         meta.paused = paused
         meta.reason = reason if paused else ""
         self.table.write_meta(queue)
 
-    def sweep(self, queue: str, limit: int, *, worker: str | None) -> Swept:
+    def sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
         transaction = self._existing(queue)
         if transaction is None:
-            return Swept([], [], 0, False, None)
+            return replies.Swept([], [], 0, False, None)
         overdue, stalled, more = transaction.sweep(limit, worker)
         forgotten = transaction.sweep_forgotten(limit)
         transaction.close()
-        return Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
+        return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
-    def purge(self, queue: str, states: Collection[State], limit: int, *, drop: bool) -> int:
+    def purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         transaction = self._existing(queue)
         if transaction is None:
             return 0
@@ -299,7 +271,7 @@ class Engine:
                 break
         return asked
 
-    def announce(self, worker: str, facts: WorkerFacts, *, ttl_ms: int) -> WorkerCommands:
+    def announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
         now = self.clock.now_us()
         known = {stats.worker: stats for stats in self.table.workers()}
         for stats in known.values():
@@ -307,8 +279,8 @@ class Engine:
                 self.table.write_worker(stats.worker, None)
         before = known.get(worker)
         evict = before is not None and before.evict_asked and before.expires_at > now
-        self.table.write_worker(worker, WorkerInfo(worker, facts, now, now + 1000 * ttl_ms, evict))
-        return WorkerCommands(evict)
+        self.table.write_worker(worker, replies.WorkerInfo(worker, facts, now, now + 1000 * ttl_ms, evict))
+        return replies.WorkerCommands(evict)
 
     def evict(self, worker: str) -> bool:
         now = self.clock.now_us()
@@ -318,12 +290,18 @@ class Engine:
                 return True
         return False
 
-    def repair(self, queue: str, *, dry_run: bool, cursor: str | None) -> Repaired:
+    def repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
+        problems = [unreadable_meta(queue)] if self.table.rebuild_meta(queue, dry_run) else []
+        if problems and dry_run:
+            return replies.Repaired(problems, 0, None)
         transaction = self._existing(queue)
-        return Repaired([], 0, None) if transaction is None else repair_page(transaction, dry_run, cursor)
+        if transaction is None:
+            return replies.Repaired([], 0, None)
+        page = repair_page(transaction, dry_run, cursor)
+        return replace(page, problems=problems + page.problems)
 
 
-def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued] | None:
+def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[replies.Enqueued] | None:
     """Enqueue ids that Holdfast made. They are new, so no record is read first. None if an id was chosen by its caller,
     has no payload or is there already: then nothing was done."""
     if any(request.custom_id or request.work.payload is None for request in requests):
@@ -332,24 +310,23 @@ def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[E
     newest = time.last_stamp
     jobs = [lifecycle.new_generation(None, request, request.work, time, time.stamp()) for request in requests]
     if transaction.add(jobs):
-        return [Enqueued(job.id, Placed.NEW, job.generation) for job in jobs]
+        return [replies.Enqueued(job.id, replies.Placed.NEW, job.generation) for job in jobs]
     time.last_stamp = newest
     return None
 
 
-def _enqueue(transaction: QueueTransaction, requests: Sequence[Request]) -> list[Enqueued]:
+def _enqueue(transaction: QueueTransaction, requests: Sequence[Request]) -> list[replies.Enqueued]:
     records = transaction.load([request.id for request in requests])
-    replies: list[Enqueued] = []
+    results: list[replies.Enqueued] = []
     for request in requests:
         before = records[request.id]
         step, reply = lifecycle.enqueue(before, request, transaction.time)
         records[request.id] = transaction.record_change(request.id, before, step)
-        replies.append(reply)
-    return replies
+        results.append(reply)
+    return results
 
 
 def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease_ms: int) -> list[Job]:
-    """Lease these jobs, up to the limit of a reply."""
     claimed: list[Job] = []
     size = 0
     for job in due:
@@ -364,11 +341,9 @@ def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease
     return claimed
 
 
-def _misplaced(job: Job, time: QueueTime) -> bool:
-    """Is a job that looks due not where it belongs?"""
-    if job.run is not None or job.outcome is not None:
-        return True
-    return job.wall_at != 0 and time.place(job.run_at, job.wall_at, job.arrival) != job.run_at
+def _fits(job: Job, time: QueueTime) -> bool:
+    """Can a claim lease a record that is listed as due?"""
+    return job.outcome is None and (job.wall_at == 0 or lifecycle.follow_clock(job, time) is job)
 
 
 class LocalStorage(Storage):
@@ -382,56 +357,52 @@ class LocalStorage(Storage):
         """Run a verb that only reads, and may read many records."""
         return await self._step(verb, writes=False)
 
-    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
+    async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
         return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
 
-    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
-        return await self._step(
-            lambda engine: engine.claim(queue, limit, worker=worker, lease_ms=lease_ms), items=limit
-        )
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
+        return await self._step(lambda engine: engine.claim(queue, limit, worker, lease_ms), items=limit)
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
         return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
 
-    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
-        return await self._step(lambda engine: engine.settle(queue, batch, worker=worker), items=len(batch))
+    async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
+        return await self._step(lambda engine: engine.settle(queue, batch, worker), items=len(batch))
 
-    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
-        return await self._step(
-            lambda engine: engine.extend(queue, leases, worker=worker, lease_ms=lease_ms), items=len(leases)
-        )
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
+        return await self._step(lambda engine: engine.extend(queue, leases, worker, lease_ms), items=len(leases))
 
-    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
+    async def _cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
 
-    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
-        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least=at_least), items=len(ids))
+    async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
+        return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least), items=len(ids))
 
-    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
-        return await self._look(lambda engine: engine.scan(queue, state=state, after=after, limit=limit))
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
+        return await self._look(lambda engine: engine.scan(queue, state, after, limit))
 
-    async def _snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> replies.Snapshot:
         return await self._look(lambda engine: engine.snapshot())
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
-        await self._step(lambda engine: engine.pause(queue, paused, reason=reason))
+        await self._step(lambda engine: engine.pause(queue, paused, reason))
 
-    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
-        return await self._step(lambda engine: engine.sweep(queue, limit, worker=worker), items=limit)
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
+        return await self._step(lambda engine: engine.sweep(queue, limit, worker), items=limit)
 
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
-        return await self._step(lambda engine: engine.purge(queue, states, limit, drop=drop), items=limit)
+        return await self._step(lambda engine: engine.purge(queue, states, limit, drop), items=limit)
 
-    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
-        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms=ttl_ms))
+    async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
+        return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms))
 
     async def _evict(self, worker: str) -> bool:
         return await self._step(lambda engine: engine.evict(worker))
 
-    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         if dry_run:
-            return await self._look(lambda engine: engine.repair(queue, dry_run=True, cursor=cursor))
-        return await self._step(lambda engine: engine.repair(queue, dry_run=False, cursor=cursor), items=MAX_ITEMS)
+            return await self._look(lambda engine: engine.repair(queue, True, cursor))
+        return await self._step(lambda engine: engine.repair(queue, False, cursor), items=MAX_ITEMS)

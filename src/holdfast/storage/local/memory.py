@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 
 class MemoryQueue:
-    """The records of one queue and the five indexes over them."""
-
     def __init__(self) -> None:
         self.meta = QueueMeta()
         self.records: dict[bytes, Job] = {}
@@ -42,17 +40,6 @@ class MemoryQueue:
         self.place(key, job)
         count(self.meta, job.state, view_of(job), 1)
 
-    def displace(self, key: bytes, job: Job) -> None:
-        index, at = index_of(job)
-        entries = self.indexes[index]
-        place = bisect.bisect_left(entries, (at, key))
-        if place < len(entries) and entries[place] == (at, key):
-            del entries[place]
-
-    def displace_everywhere(self, key: bytes) -> None:
-        for entries in self.indexes.values():
-            entries[:] = [entry for entry in entries if entry[1] != key]
-
     def entry(self, key: bytes, job: Job) -> tuple[str | None, SortKey]:
         """Where a record stands: its own place, or none if it is not there."""
         index, at = index_of(job)
@@ -60,11 +47,15 @@ class MemoryQueue:
         place = bisect.bisect_left(entries, (at, key))
         return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
 
-    def upto(self, state: State, now: int, limit: int) -> list[Job]:
-        """The first records of a time-ordered index that are due by now."""
-        entries = self.indexes[state]
-        end = bisect.bisect_left(entries, ((now + 1,), b""))
-        return [self.records[key] for _, key in entries[: min(end, limit)]]
+    def displace(self, key: bytes, job: Job) -> None:
+        index, at = self.entry(key, job)
+        if index is not None:
+            del self.indexes[index][bisect.bisect_left(self.indexes[index], (at, key))]
+
+    def read(self, state: State, start: int, end: int) -> list[Job]:
+        """The records of a part of an index. An entry that does not fit its record is passed over."""
+        jobs = (self.records.get(key) for _, key in self.indexes[state][start:end])
+        return [job for job in jobs if job is not None and job.state is state]
 
 
 class MemoryTable:
@@ -89,6 +80,9 @@ class MemoryTable:
             self._queues[queue].meta.time.last_stamp = self._floor
         return self._queues[queue].meta
 
+    def rebuild_meta(self, queue: str, dry_run: bool) -> bool:
+        return False
+
     def queues(self) -> list[str]:
         return list(self._queues)
 
@@ -112,10 +106,7 @@ class MemoryTable:
         for change in changes:
             key = id_bytes(change.id)
             if change.before is not None:
-                if change.before is change.after:
-                    into.displace_everywhere(key)
-                else:
-                    into.displace(key, change.before)
+                into.displace(key, change.before)
                 count(into.meta, change.before.state, view_of(change.before), -1)
             if change.after is not None:
                 into.add(key, change.after)
@@ -129,17 +120,12 @@ class MemoryTable:
     def drop(self, queue: str) -> None:
         self._floor = max(self._floor, self._queues.pop(queue).meta.time.last_stamp)
 
-    def due(self, queue: str, now: int, limit: int) -> list[Job]:
+    def due(self, queue: str, now: int, limit: int, each: int = validation.MAX_ITEMS) -> list[Job]:
         found: list[Job] = []
         for low, high in self._spans(queue, now):
-            entries = self._queues[queue].indexes[State.WAITING][low : min(high, low + limit - len(found))]
-            found += [self._queues[queue].records[key] for _, key in entries]
+            if low < high:
+                found += self._queues[queue].read(State.WAITING, low, min(high, low + min(each, limit - len(found))))
         return found
-
-    def heads(self, queue: str, now: int) -> list[Job]:
-        source = self._queues[queue]
-        entries = source.indexes[State.WAITING]
-        return [source.records[entries[low][1]] for low, high in self._spans(queue, now) if low < high]
 
     def next_run_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.WAITING]
@@ -154,20 +140,16 @@ class MemoryTable:
         """Which part of each priority's stretch of the index is due, the highest priority first."""
         entries = self._queues[queue].indexes[State.WAITING]
         return [
-            (
-                bisect.bisect_left(entries, ((-priority,), b"")),
-                bisect.bisect_left(entries, ((-priority, now + 1), b"")),
-            )
+            (bisect.bisect_left(entries, ((-priority,), b"")), bisect.bisect_left(entries, ((-priority, now + 1), b"")))
             for priority in reversed(PRIORITIES)
         ]
 
-    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._queues[queue].upto(State.RUNNING, now, limit)
+    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+        return self._queues[queue].read(state, 0, min(self.past(queue, state, now), limit))
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
-        source = self._queues[queue]
-        jobs = (source.records[key] for _, key in source.indexes[State.RUNNING])
-        return [job for job in jobs if job.worker == worker][:limit]
+        running = self._queues[queue].read(State.RUNNING, 0, len(self._queues[queue].indexes[State.RUNNING]))
+        return [job for job in running if job.worker == worker][:limit]
 
     def past(self, queue: str, state: State, now: int) -> int:
         return bisect.bisect_left(self._queues[queue].indexes[state], ((now + 1,), b""))
@@ -175,12 +157,6 @@ class MemoryTable:
     def next_sweep_at(self, queue: str) -> int | None:
         entries = self._queues[queue].indexes[State.RUNNING]
         return entries[0][0][0] if entries else None
-
-    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
-        found: list[Job] = []
-        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
-            found += self._queues[queue].upto(state, now, limit - len(found))
-        return found
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if queue not in self._queues:
@@ -190,7 +166,7 @@ class MemoryTable:
         start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
         more = start + limit < len(entries)
-        return [source.records[key] for _, key in chosen], chosen[-1] if more else None
+        return source.read(state, start, start + limit), chosen[-1] if more else None
 
     def workers(self) -> list[WorkerInfo]:
         return list(self._workers.values())

@@ -39,7 +39,7 @@ from holdfast._core.replies import (
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
-from holdfast.storage.local.views import as_read
+from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
 from holdfast.storage.redis.calls import Calls
@@ -48,7 +48,7 @@ from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error
 from holdfast.storage.redis.topology import Servers, all_ended
 from holdfast.storage.redis.urls import pipeline_for, servers_from_client, servers_from_url
-from holdfast.storage.subscriptions import RemoteSubscription
+from holdfast.storage.subscriptions import remote_subscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -339,7 +339,7 @@ class RedisStorage(Storage):
     # Hearing
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return RemoteSubscription(super()._subscribe(topics), lambda: self._listen(topics))
+        return remote_subscription(super()._subscribe(topics), lambda: self._listen(topics))
 
     async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
         """Ask the server for events of these topics. Returns a function that ends this."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import msgspec
 
 from holdfast._core.clock import QueueTime
-from holdfast._core.jobs import Job, State
+from holdfast._core.jobs import State
 from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
-from holdfast.storage.local.audit import compare_counts, examine
+from holdfast.storage.local.audit import compare_counts, examine, unreadable_meta
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.codec import KINDS, UNREADABLE, decode_job, decode_run
+from holdfast.storage.redis.codec import KINDS
 from holdfast.storage.redis.raw import Argument
-from holdfast.storage.redis.reads import Entry, read_page, read_stats
+from holdfast.storage.redis.reads import Entry, job_or_none, read_page, read_stats
 from holdfast.storage.validation import clean_id
 
 PAGE = 200
@@ -33,7 +33,6 @@ class _Cursor(msgspec.Struct, array_like=True):
     index: str = INDEXES[0]
     score: int = -1
     member: bytes = b""
-    """The last entry that was looked at."""
     scanned: str = ""
     """Where the scan of all records is, once all indexes were gone through."""
     counts: dict[str, int] = {}
@@ -41,14 +40,11 @@ class _Cursor(msgspec.Struct, array_like=True):
     version: int = -1
     """What the queue was at when this began. Only if it still is are the counts of any use."""
     found: int = 0
-    """Problems so far."""
     passes: int = 0
     """How often the whole queue was read: after a repair of records the counting begins again."""
 
 
 class Audit:
-    """One queue's audit."""
-
     def __init__(self, calls: Calls, queue: str, key: str) -> None:
         self._calls = calls
         self._queue = queue
@@ -56,13 +52,17 @@ class Audit:
 
     async def step(self, dry_run: bool, cursor: str | None) -> Repaired:
         at = _Cursor() if cursor is None else _read(cursor)
+        problems: list[Problem] = []
+        mends: list[Argument] = []
+        if cursor is None and await self._calls.read(self._key, "rebuild", int(dry_run)):
+            problems.append(unreadable_meta(self._queue))
+            if dry_run:
+                return Repaired(problems, 0, None)
         stats = await read_stats(self._calls, self._key)
         if stats is None:
             return Repaired([], 0, None)
         if at.version < 0:
             at.version = stats.version
-        problems: list[Problem] = []
-        mends: list[Argument] = []
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
             scans = at_end and (stats.records != at.entries or stats.leases != stats.size_of(State.RUNNING))
@@ -74,9 +74,9 @@ class Audit:
             await self._calls.call(self._key, "repair", tuple(mends))
         at.found += len(problems)
         if scans or not at_end:
-            return Repaired(problems, checked, _write(at))
+            return Repaired(problems, checked, msgspec.json.encode(at).hex())
         if at.found and not dry_run and at.passes < MAX_PASSES:
-            return Repaired(problems, checked, _write(_Cursor(passes=at.passes + 1)))
+            return Repaired(problems, checked, msgspec.json.encode(_Cursor(passes=at.passes + 1)).hex())
         problems += await self._recount(at, dry_run)
         return Repaired(problems, checked, None)
 
@@ -104,7 +104,7 @@ class Audit:
         id = clean_id(entry.id)
         if entry.raw is None:
             return Problem("index", self._queue, id, f"{entry.where} names it, and it has no record")
-        job = _job_or_none(entry.id, entry.raw, entry.run)
+        job = job_or_none(entry.id, entry.raw, entry.run)
         if job is not None:
             for name in (job.state, view_of(job)):
                 if name is not None:
@@ -131,16 +131,11 @@ class Audit:
             {"retrying": stats.retrying, "deferred": stats.deferred},
             at.counts,
             dict(zip(KINDS, stats.totals, strict=True)),
-            rebuilt=bool(stats.rebuilt),
         )
         if problems and not dry_run:
             views = [at.counts.get(name, 0) for name in VIEWS]
             await self._calls.call(self._key, "recount", (at.version, *views, missing))
         return problems
-
-
-def _write(at: _Cursor) -> str:
-    return msgspec.json.encode(at).hex()
 
 
 def _read(cursor: str) -> _Cursor:
@@ -149,10 +144,3 @@ def _read(cursor: str) -> _Cursor:
     except (ValueError, TypeError, AttributeError, msgspec.DecodeError):
         kind = type(cursor).__name__
         raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor that was given out for this audit") from None
-
-
-def _job_or_none(id: bytes, raw: bytes, run: bytes | None) -> Job | None:
-    try:
-        return decode_job(id, raw, None if run is None else decode_run(run))
-    except UNREADABLE:
-        return None

@@ -229,6 +229,11 @@ class Calls:
                 )
             case "HOLDFAST_LAYOUT":
                 return layout_error(f"a queue of {name}", str(error).split()[1])
+            case "HOLDFAST_METADATA":
+                queue = str(error).split()[1].partition("/")[2].replace("}", "", 1)
+                return StorageUnavailable(
+                    f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
+                )
             case "HOLDFAST_SUPERSEDED":
                 return StorageUnavailable(
                     f"a later call of this client reached {name} first: is it shared between processes?"

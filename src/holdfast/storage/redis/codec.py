@@ -13,6 +13,7 @@ import msgspec
 from holdfast._core.events import Event, EventKind
 from holdfast._core.extension import FIRST_WORK_TAG, Extension, pack_extension, unpack_extension
 from holdfast._core.jobs import (
+    LIVE,
     CodecName,
     Complete,
     Fail,
@@ -186,7 +187,7 @@ def decode_outcome(packed: bytes) -> Outcome:
     result, at = _bytes(packed, at, result_size)
     error, at = _bytes(packed, at, error_size)
     known = STATES[state]
-    if at != len(packed) or known is None or known.live:
+    if at != len(packed) or known is None or known in LIVE:
         raise ValueError("no outcome")
     _check_times(generation, ended_at, forget_at, dedup_at)
     return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
@@ -328,8 +329,6 @@ class StatsReply(NamedTuple):
     reason: bytes
     totals: list[int]
     """How often each of `KINDS` has happened."""
-    rebuilt: int
-    """1: the metadata could not be read and was made from the records."""
     records: int
     leases: int
     last_stamp: int

@@ -12,8 +12,7 @@ from holdfast._core.clock import QueueTime
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Page, QueueStats, WorkerFacts, WorkerInfo
 from holdfast.errors import OptionError
-from holdfast.storage.local.table import Place, SortKey
-from holdfast.storage.local.views import as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.local.table import Place, SortKey, as_read, listed, read_cursor, served_by, write_cursor
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.redis.codec import (
     ANNOUNCED,
@@ -80,13 +79,15 @@ async def read_page(
 
 
 def job_or_damaged(id: bytes, raw: bytes | None, run: bytes | None, now: int) -> Job | None:
-    """A record as a job; a record that cannot be read, as a damaged one."""
-    if raw is None:
-        return None
+    return None if raw is None else job_or_none(id, raw, run) or lifecycle.damaged(clean_id(id), None, now)
+
+
+def job_or_none(id: bytes, raw: bytes, run: bytes | None) -> Job | None:
+    """The job in a record; None if the record cannot be read."""
     try:
         return decode_job(id, raw, None if run is None else decode_run(run))
     except UNREADABLE:
-        return lifecycle.damaged(clean_id(id), None, now)
+        return None
 
 
 def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:
@@ -104,7 +105,6 @@ def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:
 
 
 def score_and_member(place: Place | None) -> tuple[int, bytes] | None:
-    """The score and the member that a place has in its index."""
     if place is None:
         return None
     key, id = place
@@ -112,7 +112,6 @@ def score_and_member(place: Place | None) -> tuple[int, bytes] | None:
 
 
 async def read_jobs(calls: Calls, key: str, ids: Sequence[str]) -> list[Job | None]:
-    """The jobs with these ids, None where there is none."""
     keys = [id_bytes(id) for id in ids]
     now, skew, raws, runs = await calls.read(key, "get", *keys)
     time = QueueTime(now, skew=skew)
@@ -121,7 +120,6 @@ async def read_jobs(calls: Calls, key: str, ids: Sequence[str]) -> list[Job | No
 
 
 async def scan(calls: Calls, key: str, state: State | None, after: str | None, limit: int) -> Page:
-    """One page of a list of jobs."""
     states, start = read_cursor(state, after)
     indexes = indexes_of(states, start)
     page = await read_page(calls, key, indexes, score_and_member(start), limit + 1)

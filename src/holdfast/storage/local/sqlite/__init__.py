@@ -29,7 +29,7 @@ from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import in_caller_transaction
 from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, is_busy, translate_sqlite_error
 from holdfast.storage.local.sqlite.table import SqliteTable
-from holdfast.storage.subscriptions import RemoteSubscription
+from holdfast.storage.subscriptions import remote_subscription
 
 LAYOUT = 1
 """The version of schema.sql. A file with a higher one is refused."""
@@ -154,7 +154,7 @@ class SqliteStorage(LocalStorage):
         return [*replies]
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return RemoteSubscription(super()._subscribe(topics), lambda: self.listen(topics))
+        return remote_subscription(super()._subscribe(topics), lambda: self.listen(topics))
 
     async def listen(self, topics: Sequence[Topic]) -> None:
         """Register for hints from other processes. A topic stays registered until the storage is closed."""

@@ -69,7 +69,6 @@ class ConnectionThread:
         self._waits_for_disk = waits_for_disk
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
-        """Guards `_pending`."""
         self._pending = 0
         """Calls that are lined up or running: a call may only go ahead of the line if there is none."""
         self._connection_lock = threading.Lock()
@@ -159,7 +158,6 @@ class ConnectionThread:
         self._since_checkpoint = 0  # Only now: until here, every call lines up instead of waiting for the lock.
 
     def _next_group(self) -> list[_Call[Any]]:
-        """Wait for a call, then take what else has queued up."""
         group: list[_Call[Any]] = []
         call = self._calls.get()
         while call is not None:

@@ -49,7 +49,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_rest = msgspec.msgpack.Decoder(_Rest).decode
 
 UNREADABLE = (msgspec.DecodeError, ValueError, TypeError)
-"""What decoding may raise, whatever is in a row."""
 
 
 def rest_of(job: Job) -> bytes:
@@ -119,12 +118,10 @@ def job_of(row: Row) -> Job:
         rest.keep_ms,
         rest.keep_until_at,
     )
-    return _with_extension(job, rest.extension) if rest.extension else job
-
-
-def _with_extension(job: Job, packed: bytes) -> Job:
-    of_job, of_work = split_extension(unpack_extension(packed))
-    return replace(job, work=replace(job.work, extension=of_work), extension=of_job)
+    if not rest.extension:
+        return job
+    of_job, of_work = split_extension(unpack_extension(rest.extension))
+    return replace(job, work=replace(work, extension=of_work), extension=of_job)
 
 
 def place_of(job: Job) -> Row:

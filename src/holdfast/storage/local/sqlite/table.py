@@ -19,6 +19,7 @@ from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
 from holdfast._core.replies import WorkerInfo
+from holdfast.errors import StorageUnavailable
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
 from holdfast.storage.local.table import (
     Change,
@@ -31,7 +32,7 @@ from holdfast.storage.local.table import (
     newest_stamp,
     view_of,
 )
-from holdfast.storage.validation import clean_id, id_bytes
+from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes
 
 T = TypeVar("T")
 
@@ -86,6 +87,10 @@ _SCHEDULED = "SELECT sum(n) FROM ({})".format(
         f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at > ?2"
         for priority in PRIORITIES
     )
+)
+_PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+_NEXT_SWEEP_AT = (
+    "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
 )
 _PAGE_UNTIL = (
     f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
@@ -163,14 +168,20 @@ class SqliteTable:
                 return None
             self._numbers[queue] = row[0]
             try:
-                meta = _decode_meta(row[1])
+                meta = self._metas[queue] = _decode_meta(row[1])
             except UNREADABLE:
-                meta = self._rebuilt_meta(queue)
-            self._metas[queue] = meta
+                raise StorageUnavailable(
+                    f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
+                ) from None
         return meta
 
-    def _rebuilt_meta(self, queue: str) -> QueueMeta:
-        """Rebuild metadata that cannot be read from all the records. The audit reports it until it is repaired."""
+    def rebuild_meta(self, queue: str, dry_run: bool) -> bool:
+        try:
+            self.meta(queue)
+            return False
+        except StorageUnavailable:
+            if dry_run:
+                return True
         number = self._numbers[queue]
         rows = self._db.execute(f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ?", (number,))
         stamps = (newest_stamp(job) for job in self._read(queue, rows))
@@ -178,7 +189,9 @@ class SqliteTable:
         counts = self.tally(queue)
         live = counts.get(State.WAITING, 0) + counts.get(State.RUNNING, 0)
         time = QueueTime(last_at=newest, last_stamp=newest)
-        return QueueMeta(time, counts, {EventKind.ENQUEUED: live}, rebuilt=True)
+        self._metas[queue] = QueueMeta(time, counts, {EventKind.ENQUEUED: live})
+        self._dirty.add(queue)
+        return True
 
     def open(self, queue: str) -> QueueMeta:
         meta = self.meta(queue)
@@ -221,14 +234,21 @@ class SqliteTable:
         )
         return {job.id: job for job in self._read(queue, rows)}
 
-    def _read(self, queue: str, rows: Iterable[Row]) -> list[Job]:
+    def _read(self, queue: str, rows: Iterable[Row], state: State | None = None) -> list[Job]:
+        """The jobs of these rows. With `state`, a record of another state is damaged: its columns are wrong."""
         jobs: list[Job] = []
         for row in rows:
             try:
-                jobs.append(job_of(row))
+                job = job_of(row)
+                if state is None or job.state is state:
+                    jobs.append(job)
+                    continue
+                counted = job.state, view_of(job)
             except UNREADABLE:
-                self._damaged[self._numbers[queue], row[0]] = (row[1], row[2])
-                jobs.append(lifecycle.damaged(clean_id(row[0]), _bytes(row[6]), self._clock.now_us()))
+                counted = row[1], row[2]
+            self._damaged[self._numbers[queue], row[0]] = counted
+            payload = row[6] if isinstance(row[6], bytes) else None
+            jobs.append(lifecycle.damaged(clean_id(row[0]), payload, self._clock.now_us()))
         return jobs
 
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
@@ -301,22 +321,15 @@ class SqliteTable:
             if state in LIVE:
                 meta.totals[EventKind.FAILED] = meta.totals.get(EventKind.FAILED, 0) + 1
 
-    def due(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, limit, limit)))
-
-    def heads(self, queue: str, now: int) -> list[Job]:
-        return self._read(queue, self._db.execute(_DUE, (self._numbers[queue], now, 1, len(PRIORITIES))))
+    def due(self, queue: str, now: int, limit: int, each: int = MAX_ITEMS) -> list[Job]:
+        rows = self._db.execute(_DUE, (self._numbers[queue], now, min(each, limit), limit))
+        return self._read(queue, rows, State.WAITING)
 
     def next_run_at(self, queue: str) -> int | None:
-        found: int | None = self._db.execute(_NEXT_RUN_AT, (self._numbers[queue],)).fetchone()[0]
-        return found
+        return self._number(_NEXT_RUN_AT, queue)
 
     def scheduled(self, queue: str, now: int) -> int:
-        found: int = self._db.execute(_SCHEDULED, (self._numbers[queue], now)).fetchone()[0]
-        return found
-
-    def expired(self, queue: str, now: int, limit: int) -> list[Job]:
-        return self._upto(queue, State.RUNNING, now, limit)
+        return self._number(_SCHEDULED, queue, now) or 0
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         rows = self._db.execute(
@@ -324,36 +337,25 @@ class SqliteTable:
             " AND worker = ? ORDER BY until_at, id LIMIT ?",
             (self._numbers[queue], worker, limit),
         )
-        return self._read(queue, rows)
+        return self._read(queue, rows, State.RUNNING)
 
     def past(self, queue: str, state: State, now: int) -> int:
-        found: int = self._db.execute(
-            "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?",
-            (self._numbers[queue], state, now),
-        ).fetchone()[0]
-        return found
+        return self._number(_PAST, queue, state, now) or 0
 
     def next_sweep_at(self, queue: str) -> int | None:
-        found: int | None = self._db.execute(
-            "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL",
-            (self._numbers[queue],),
-        ).fetchone()[0]
+        return self._number(_NEXT_SWEEP_AT, queue)
+
+    def _number(self, statement: str, queue: str, *values: object) -> int | None:
+        found: int | None = self._db.execute(statement, (self._numbers[queue], *values)).fetchone()[0]
         return found
 
-    def forgettable(self, queue: str, now: int, limit: int) -> list[Job]:
-        found: list[Job] = []
-        for state in (State.COMPLETED, State.FAILED, State.CANCELLED):
-            if len(found) < limit:
-                found += self._upto(queue, state, now, limit - len(found))
-        return found
-
-    def _upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
             " ORDER BY until_at, id LIMIT ?",
             (self._numbers[queue], state, now, limit),
         )
-        return self._read(queue, rows)
+        return self._read(queue, rows, state)
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         if self.meta(queue) is None:
@@ -365,7 +367,7 @@ class SqliteTable:
         else:
             until_at = key[0] if key else -1
             rows = self._db.execute(_PAGE_UNTIL, (number, state, until_at, id, limit + 1)).fetchall()
-        jobs = self._read(queue, rows[:limit])
+        jobs = self._read(queue, rows[:limit], state)
         if len(rows) <= limit:
             return jobs, None
         last = rows[limit - 1]
@@ -446,10 +448,6 @@ def _worker_of(worker: str, stats: bytes) -> WorkerInfo:
         return _decode_worker(stats)
     except UNREADABLE:
         return WorkerInfo(worker, {}, 0, 0, False)
-
-
-def _bytes(value: object) -> bytes | None:
-    return value if isinstance(value, bytes) else None
 
 
 def _key(state: State, row: Row) -> SortKey:

@@ -1,6 +1,42 @@
 -- The verbs of the audit and of repair: see audit.py.
 
+local ALL_PRIORITIES = 1023
 local REPAIR_ARGS = 4 -- what is wrong, an id or the member of an index, the index, the bytes that were seen
+
+-- The newest stamp that a record holds.
+local function newest_stamp(job)
+  local newest = max(job.generation, job.arrival)
+  for _, outcome in pairs({job.outcome, job.previous}) do newest = max(newest, outcome.generation) end
+  if job.run then newest = max(newest, job.run.fence) end
+  if job.run and job.run.next then newest = max(newest, job.run.next.generation, job.run.next.arrival) end
+  return newest
+end
+
+-- Return 1 if the metadata cannot be read, and then, unless this is a dry run, make it from all records of the queue: the
+-- only step whose length grows with the queue.
+function VERBS.rebuild()
+  if metadata.find(QUEUE) ~= false then return 0 end
+  if ARGS[FIRST_ARG] == '1' then return 1 end
+  local meta, cursor = metadata.new(QUEUE), '0'
+  local newest, live = max(WALL, meta[LAST_STAMP]), 0
+  repeat
+    local page = call('HSCAN', QUEUE .. ':jobs', cursor, 'COUNT', 500)
+    cursor = page[1]
+    for at = 1, #page[2], 2 do
+      local ok, job = pcall(record.decode, page[2][at], page[2][at + 1], call('HGET', QUEUE .. ':runs', page[2][at]))
+      if ok then
+        newest = max(newest, newest_stamp(job))
+        local view = metadata.view_of(job)
+        if view then meta[view] = meta[view] + 1 end
+        if not job.outcome then live = live + 1 end
+      end
+    end
+  until cursor == '0'
+  meta[LAST_AT], meta[LAST_STAMP], meta[PRIORITIES], meta[FORGET_AT] = newest, newest, ALL_PRIORITIES, 0
+  meta[TOTALS + KIND.ENQUEUED] = live
+  metadata.write(QUEUE, meta)
+  return 1
+end
 
 -- Scan all records, then all leases, for records that are not in their index and for leases without a record. Returns the
 -- next cursor, the ids, and the number of records that were read. A cursor with `r` is one of the leases.
@@ -41,9 +77,11 @@ function VERBS.repair()
   for _, id in ipairs(ids) do
     local entry = entries[id]
     if entry.job then
-      tx.time[LAST_STAMP] = max(tx.time[LAST_STAMP], metadata.newest_stamp(entry.job))
+      tx.time[LAST_STAMP] = max(tx.time[LAST_STAMP], newest_stamp(entry.job))
       if entry.job.outcome and entry.ran then entry.job.run = nil end
-      transaction.rewrite(tx, entry)
+      for state = RUNNING, CANCELLED do call('ZREM', QUEUE .. INDEXES[state], id) end
+      entry.key, entry.job.changed = nil, true
+      transaction.record_change(tx, entry, entry.job)
     else
       call('HDEL', QUEUE .. ':runs', id)
     end
@@ -60,7 +98,7 @@ function VERBS.recount()
   for kind = 1, KINDS do version = version + meta[TOTALS + kind] end
   local counted_at, retrying, deferred, missing = unpack(ARGS, FIRST_ARG)
   if version ~= tonumber(counted_at) then return 0 end
-  meta[RETRYING], meta[DEFERRED_JOBS], meta[REBUILT] = tonumber(retrying), tonumber(deferred), 0
+  meta[RETRYING], meta[DEFERRED_JOBS] = tonumber(retrying), tonumber(deferred)
   meta[TOTALS + KIND.ENQUEUED] = meta[TOTALS + KIND.ENQUEUED] + tonumber(missing)
   metadata.write(QUEUE, meta)
   return 1

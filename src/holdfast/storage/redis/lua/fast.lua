@@ -13,6 +13,7 @@ local HEAD, LONG_PART, LEASE = record.HEAD, record.LONG_PART, record.LEASE
 local FLAGS_AT, PRIORITY_AT, GENERATION_AT, GENERATION_END = record.FLAGS_AT, record.PRIORITY_AT, record.GENERATION_AT,
   record.RUN_AT_AT - 1
 local HEAD_BYTES, LONG_BYTES = record.ARRIVAL_AT - 1, record.LONG_END - 1 -- of a record at least, without and with LONG
+local ARRIVAL_AT, RETRIES_AT, RETRIES_END = record.ARRIVAL_AT, record.RETRIES_AT, record.STALLS_AT - 1
 local FENCE_AT, FENCE_END, HOLDER_AT = record.FENCE_AT, record.LEASE_MS_AT - 1, record.HOLDER_AT
 local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
 
@@ -23,6 +24,7 @@ for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG
 end
 
+local NO_RETRIES = '\0\0\0\0'
 local NO_TTLS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 
 -- Can `start_plain` start such a request, if its id has no record?
@@ -61,8 +63,8 @@ function fast.is_plain(raw, run, index, member)
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
   if not LIVE[flags] or WAITING_INDEXES[priority] ~= index then return false end
   if PLAIN[flags] then return sub(raw, GENERATION_AT, GENERATION_END) == sub(member, 1, ARRIVAL_BYTES) end
-  if not record.is_unretried(raw) then return false end
-  local arrival, wall_at = record.arrival_and_wall_at(raw)
+  if #raw < LONG_BYTES or sub(raw, RETRIES_AT, RETRIES_END) ~= NO_RETRIES then return false end
+  local arrival, wall_at = unpack_from('<I8I8', raw, ARRIVAL_AT)
   return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, ARRIVAL_BYTES)
 end
 
@@ -73,7 +75,7 @@ function fast.claim_plain(tx, id, raw, index, member, worker, lease_ms)
   append(list_of(writes.zadd, ':running'), until_at, id)
   append(list_of(writes.zrem, index), member)
   local generation, run_at = 0, 0
-  if listened_to(tx) then generation, run_at = record.generation_and_run_at(raw) end
+  if listened_to(tx) then generation, run_at = unpack_from('>I8I8', raw, GENERATION_AT) end
   record_event(tx, KIND.CLAIMED, id, generation, run_at, '')
   return fence
 end
@@ -97,7 +99,7 @@ function fast.complete_plain(tx, id, raw)
   append(list_of(writes, 'ended'), id)
   append(list_of(writes.zrem, ':running'), id)
   tx.entries[id] = REMOVED
-  record_event(tx, KIND.COMPLETED, id, listened_to(tx) and record.generation_of(raw) or 0, 0, '')
+  record_event(tx, KIND.COMPLETED, id, listened_to(tx) and unpack_from('>I8', raw, GENERATION_AT) or 0, 0, '')
 end
 
 -- Complete a job that leaves an outcome, and may have waiters. Returns false, without an effect, for every other record.

@@ -3,7 +3,7 @@
 script.py joins the files of this folder into one library of functions, which servers keep under a name made from its
 content, so that two releases can share a server. Every call of the library is one atomic step. The files mirror Python
 modules by name: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
-storage/local/transaction.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
+storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
 a verb are documented in storage/__init__.py. Payloads, results and errors are bytes that no file here looks into.
 
 The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals are its
@@ -48,7 +48,7 @@ NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  tak
 EXTENSION entries in the order of their tags: tag B  #value I4  value. Tags below 128 describe the job: they stay with its
           generation. The others describe the work: they travel with the payload. Only clients read values; unknown tags are
           kept. A record or a NEXT without entries has no such section.
-META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  rebuilt B  priorities I2  forget_at I8  retrying i8
+META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  unused B  priorities I2  forget_at I8  retrying i8
           deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
@@ -58,7 +58,7 @@ local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
 local STEP_BACK_US, MAX_STEPS = 1000000, 8
 local NEVER = 9007199254740991
-local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE, MEND_PASSES = 10, 2, 2
+local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE = 10, 2
 local MAX_CALL_BYTES = 1048576
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
 local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
@@ -88,7 +88,7 @@ local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
 -- table: its first fields are the clock of the queue.
-local LAST_AT, LAST_STAMP, SKEW, PAUSED, REBUILT, PRIORITIES = 2, 3, 4, 5, 6, 7
+local LAST_AT, LAST_STAMP, SKEW, PAUSED, PRIORITIES = 2, 3, 4, 5, 7
 local FORGET_AT, RETRYING, DEFERRED_JOBS = 8, 9, 10
 local TOTALS = DEFERRED_JOBS
 local STEPS, REASON = TOTALS + KINDS + 1, TOTALS + KINDS + 2

@@ -1,5 +1,5 @@
 -- Which jobs are due and which leases are over: what claims and sweeps read from the indexes. Mirrors the part of
--- storage/local/transaction.py that an enqueue does not need.
+-- storage/local/table.py that an enqueue does not need.
 
 local first_score = transaction.first_score
 local PAGE = 100 -- leases that are read at a time
@@ -26,27 +26,6 @@ function leases.next_sweep_at(tx)
   return first_score(tx.queue .. ':running')
 end
 
-local function sweep_some(tx, ids, worker, overdue, stalled)
-  if #ids == 0 then return end
-  local entries = transaction.load(tx, ids)
-  for _, id in ipairs(ids) do
-    local entry = entries[id]
-    if not entry.job or not entry.job.run then
-      transaction.rewrite(tx, entry)
-    else
-      local after, kind, then_kind, outcome
-      if worker then
-        after, kind, then_kind, outcome = lifecycle.take_back(entry.job, tx.time)
-      else
-        after, kind, then_kind, outcome = lifecycle.expire(entry.job, tx.time)
-      end
-      transaction.record_change(tx, entry, after, kind, then_kind, outcome)
-      local list = kind and stalled or overdue
-      list[#list + 1] = id
-    end
-  end
-end
-
 -- The ids of one worker's leases, found by reading all leases.
 local function held_by(tx, worker, limit)
   local found, at, ids = {}, 0, nil
@@ -67,7 +46,18 @@ end
 function leases.sweep(tx, limit, worker)
   local overdue, stalled = {}, {}
   local ids = worker and held_by(tx, worker, limit) or transaction.upto(tx, RUNNING, limit)
-  sweep_some(tx, ids, worker, overdue, stalled)
+  local entries, end_lease = transaction.load(tx, ids), worker and lifecycle.take_back or lifecycle.expire
+  for _, id in ipairs(ids) do
+    local entry = entries[id]
+    if not entry.job or not entry.job.run or entry.job.outcome then
+      transaction.remove_stray(tx, entry, ':running', id)
+    else
+      local after, kind, then_kind, outcome = end_lease(entry.job, tx.time)
+      transaction.record_change(tx, entry, after, kind, then_kind, outcome)
+      local list = kind and stalled or overdue
+      list[#list + 1] = id
+    end
+  end
   return overdue, stalled, #ids == limit
 end
 

@@ -2,7 +2,6 @@
 -- to REASON in keyspace.lua.
 
 local META = '<BI8I8I8BBI2I8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8i8B'
-local ALL_PRIORITIES = 1023
 local NO_STEPS = {}
 
 -- The count that a job is part of: the field of the metadata, or false.
@@ -16,38 +15,6 @@ function metadata.new(queue)
   for field = LAST_AT, TOTALS + KINDS do meta[field] = 0 end
   meta[LAST_STAMP], meta[FORGET_AT] = tonumber(call('GET', queue .. ':floor') or 0), NEVER
   meta[STEPS], meta[REASON] = NO_STEPS, ''
-  return meta
-end
-
--- The newest stamp that a record holds.
-function metadata.newest_stamp(job)
-  local newest = max(job.generation, job.arrival)
-  for _, outcome in pairs({job.outcome, job.previous}) do newest = max(newest, outcome.generation) end
-  if job.run then newest = max(newest, job.run.fence) end
-  if job.run and job.run.next then newest = max(newest, job.run.next.generation, job.run.next.arrival) end
-  return newest
-end
-
--- Metadata that cannot be read is made from all records of the queue: the only step whose length grows with the queue.
-local function rebuilt(queue)
-  local meta, cursor = metadata.new(queue), '0'
-  local newest, live = max(WALL, meta[LAST_STAMP]), 0
-  repeat
-    local page = call('HSCAN', queue .. ':jobs', cursor, 'COUNT', 500)
-    cursor = page[1]
-    for at = 1, #page[2], 2 do
-      local ok, job = pcall(record.decode, page[2][at], page[2][at + 1], call('HGET', queue .. ':runs', page[2][at]))
-      if ok then
-        newest = max(newest, metadata.newest_stamp(job))
-        local view = metadata.view_of(job)
-        if view then meta[view] = meta[view] + 1 end
-        if not job.outcome then live = live + 1 end
-      end
-    end
-  until cursor == '0'
-  meta[LAST_AT], meta[LAST_STAMP], meta[PRIORITIES], meta[FORGET_AT] = newest, newest, ALL_PRIORITIES, 0
-  meta[REBUILT] = 1
-  meta[TOTALS + KIND.ENQUEUED] = live
   return meta
 end
 
@@ -67,14 +34,21 @@ local function decode(packed)
   return meta
 end
 
--- The metadata of a queue, nil if there is no such queue. Another layout is refused.
-function metadata.read(queue)
+-- The metadata of a queue: nil if there is no such queue, false if it cannot be read. Another layout is refused.
+function metadata.find(queue)
   local packed = call('GET', queue .. ':meta')
   if not packed then return nil end
   local layout = (byte(packed) or 0) - LAYOUT_MARK
   if layout ~= LAYOUT and layout > 0 and layout < 32 then error({err = 'HOLDFAST_LAYOUT ' .. layout}) end
   local ok, meta = pcall(decode, packed)
-  return ok and layout == LAYOUT and meta or rebuilt(queue)
+  return ok and layout == LAYOUT and meta
+end
+
+-- The same for a verb that cannot go on without it: only `rebuild` makes metadata that cannot be read again.
+function metadata.read(queue)
+  local meta = metadata.find(queue)
+  if meta == false then error({err = 'HOLDFAST_METADATA ' .. queue}) end
+  return meta
 end
 
 function metadata.write(queue, meta)

@@ -88,6 +88,6 @@ function VERBS.stats()
   local totals = {}
   for kind = 1, KINDS do totals[kind] = meta[TOTALS + kind] end
   return {now, ready, scheduled, oldest, sizes, past, meta[RETRYING], meta[DEFERRED_JOBS], meta[PAUSED],
-    meta[REASON], totals, meta[REBUILT], call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'),
+    meta[REASON], totals, call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'),
     meta[LAST_STAMP]}
 end

@@ -1,11 +1,11 @@
--- The transaction of one queue during one step: mirrors storage/local/transaction.py. `tx` is a transaction, `entry` is a
+-- The transaction of one queue during one step: mirrors storage/local/table.py. `tx` is a transaction, `entry` is a
 -- record that the step has read, with the place that it had in the indexes. Only `save` changes records and their indexes,
 -- apart from fast.lua.
 
 local encode, decode, encode_run, encode_outcome = record.encode, record.decode, record.encode_run, record.encode_outcome
 local view_of = metadata.view_of
 
--- The entry of a job that this step has settled in fast.lua, or that a claim leaves out.
+-- The entry of a job that this step has settled in fast.lua.
 transaction.REMOVED = {}
 
 -- The ids among the arguments: one in `step` arguments, from `first` on.
@@ -72,8 +72,7 @@ local function count(tx, view, by)
   if view then tx.meta[view] = tx.meta[view] + by end
 end
 
--- A record that cannot be read counts as failed. `save` adds it to the total of failed jobs if it was live, and removes it
--- from every index that it may be in. A claim that meets its member among the waiting removes that.
+-- A record that cannot be read counts as failed. `save` adds it to the total of failed jobs if it was live.
 local function damaged_entry(tx, id, run)
   local entry = {id = id, job = lifecycle.damaged(id, tx.now), ran = run and true, damaged = true}
   entry.live = not (call('ZSCORE', tx.queue .. ':completed', id) or call('ZSCORE', tx.queue .. ':failed', id)
@@ -155,23 +154,23 @@ local function record_change(tx, entry, after, kind, then_kind, outcome)
   if then_kind then record_event(tx, then_kind, entry.id, after.generation, after.run_at, '') end
 end
 
--- Write a record again: into the index that its state names, and out of all others.
-local function rewrite(tx, entry)
-  entry.everywhere = true
-  if entry.job then entry.job.changed = true end
-  if not entry.changed then
-    entry.changed = true
-    tx.changed[#tx.changed + 1] = entry
+-- Remove a member of an index that does not fit its record, so that no verb meets it again. A garbled record moves to the
+-- failed ones. Every other record is left as it is: `repair` puts it into its index.
+local function remove_stray(tx, entry, index, member)
+  call('ZREM', tx.queue .. index, member)
+  if entry.damaged then
+    entry.job.changed = true
+    record_change(tx, entry, entry.job)
   end
 end
 
 local function save(tx, entry)
   local id, job, meta, writes, key, score, member = entry.id, entry.job, tx.meta, tx.writes, nil, nil, nil
   count(tx, entry.view, -1)
-  if entry.damaged or entry.everywhere then
+  if entry.damaged then
     for state = RUNNING, CANCELLED do append(list_of(writes.zrem, INDEXES[state]), id) end
     if entry.live then meta[TOTALS + KIND.FAILED] = meta[TOTALS + KIND.FAILED] + 1 end
-    if entry.damaged then meta[LAST_STAMP] = max(meta[LAST_STAMP], job and job.generation or 0) end
+    meta[LAST_STAMP] = max(meta[LAST_STAMP], job and job.generation or 0)
   end
   if job then
     key, score, member = index_of(job)
@@ -182,7 +181,7 @@ local function save(tx, entry)
     end
     if job.run and job.run.changed then append(list_of(writes, 'runs'), id, encode_run(job.run)) end
     if entry.ran and not job.run then append(list_of(writes, 'ended'), id) end
-    if entry.key ~= key or entry.member ~= member or entry.score ~= score or entry.everywhere then
+    if entry.key ~= key or entry.member ~= member or entry.score ~= score then
       append(list_of(writes.zadd, key), score, member)
     end
     if job.outcome then
@@ -190,7 +189,7 @@ local function save(tx, entry)
     elseif not job.run and band(meta[PRIORITIES], PRIORITY_BITS[job.priority]) == 0 then
       meta[PRIORITIES] = meta[PRIORITIES] + PRIORITY_BITS[job.priority]
     end
-  elseif entry.key or entry.damaged or entry.everywhere then
+  elseif entry.key or entry.damaged then
     append(list_of(writes, 'removed'), id)
     if entry.ran then append(list_of(writes, 'ended'), id) end
   end
@@ -260,26 +259,22 @@ end
 
 local function sweep_forgotten(tx, limit)
   if tx.now < tx.meta[FORGET_AT] then return 0 end
-  local ids = {}
+  local met = 0
   for state = COMPLETED, CANCELLED do
-    if #ids < limit then
-      for _, id in ipairs(upto(tx, state, limit - #ids)) do ids[#ids + 1] = id end
+    local ids = met < limit and upto(tx, state, limit - met) or {}
+    local entries = load(tx, ids)
+    for _, id in ipairs(ids) do
+      local entry = entries[id]
+      if entry.job and lifecycle.forgotten(entry.job, tx.now) then
+        record_change(tx, entry, nil, KIND.FORGOTTEN)
+      else
+        remove_stray(tx, entry, INDEXES[state], id)
+      end
     end
+    met = met + #ids
   end
-  if #ids == 0 then
-    find_forget_at(tx)
-    return 0
-  end
-  local entries = load(tx, ids)
-  for _, id in ipairs(ids) do
-    local entry = entries[id]
-    if entry.job and lifecycle.forgotten(entry.job, tx.now) then
-      record_change(tx, entry, nil, KIND.FORGOTTEN)
-    else
-      rewrite(tx, entry)
-    end
-  end
-  return #ids
+  if met == 0 then find_forget_at(tx) end
+  return met
 end
 
 -- The id in a member of an index.
@@ -292,6 +287,7 @@ transaction.open, transaction.damaged_entry, transaction.entry_of = open, damage
 transaction.records = records
 transaction.enter, transaction.load = enter, load
 transaction.listened_to, transaction.record_event = listened_to, record_event
-transaction.record_change, transaction.rewrite, transaction.wake, transaction.close = record_change, rewrite, wake, close
+transaction.record_change, transaction.remove_stray, transaction.wake = record_change, remove_stray, wake
+transaction.close = close
 transaction.first_score, transaction.upto = first_score, upto
 transaction.sweep_forgotten, transaction.id_of = sweep_forgotten, id_of

@@ -1,22 +1,32 @@
 -- The verbs that change jobs, except `enqueue`. Mirrors storage/local/engine.py.
 
-local REMOVED, ids_from, append, enter = transaction.REMOVED, transaction.ids_from, transaction.append, transaction.enter
+local ids_from, append, enter, record_change = transaction.ids_from, transaction.append, transaction.enter, transaction.record_change
 local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
 local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
-local record_change = transaction.record_change
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
 local PAGE = 100 -- leases that are read at a time
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
 local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
 
-local function misplaced(job, time)
-  return clock.place(time, job.run_at, job.wall_at, job.arrival) ~= job.run_at
+-- Can a claim lease the record of this entry? A member that does not fit its record is removed. A job whose wall time is
+-- early, because the clock has stepped, moves to its place. `passed_over` says that either has happened.
+local function fits(tx, entry, index, member)
+  if entry.damaged or entry.key ~= index or entry.member ~= member then
+    transaction.remove_stray(tx, entry, index, member)
+  elseif clock.place(tx.time, entry.job.run_at, entry.job.wall_at, entry.job.arrival) ~= entry.job.run_at then
+    lifecycle.follow_clock(entry.job, tx.time)
+    record_change(tx, entry, entry.job)
+  else
+    return true
+  end
+  tx.passed_over = true
+  return false
 end
 
--- The jobs that the indexes show as due, in parallel lists, and the entries that are in the wrong place of an index.
+-- The jobs that are due, in parallel lists.
 local function due(tx, limit)
-  local found, wrong = {ids = {}, raws = {}, indexes = {}, members = {}, entries = {}}, {}
+  local found = {ids = {}, raws = {}, indexes = {}, members = {}, entries = {}}
   for _, priority in ipairs(leases.priorities_of(tx)) do
     local index, left, ids = WAITING_INDEXES[priority], limit - #found.ids, {}
     local members = left > 0 and call('ZRANGEBYSCORE', tx.queue .. index, '-inf', tx.now, 'LIMIT', 0, left) or {}
@@ -24,43 +34,19 @@ local function due(tx, limit)
     local raws, runs = transaction.records(tx.queue, ids)
     for at = 1, #ids do
       local id, member, entry = ids[at], members[at], nil
-      if not is_plain(raws[at], runs[at], index, member) then
+      local claimable = is_plain(raws[at], runs[at], index, member)
+      if not claimable then
         entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
-        local stray = entry.damaged or entry.key ~= index or entry.member ~= member
-        if stray or misplaced(entry.job, tx.time) then
-          wrong[#wrong + 1] = {entry = entry, index = stray and index, member = member}
-        end
+        claimable = fits(tx, entry, index, member)
       end
-      local next_at = #found.ids + 1
-      found.ids[next_at], found.raws[next_at], found.indexes[next_at] = id, raws[at], index
-      found.members[next_at], found.entries[next_at] = member, entry or false
-    end
-  end
-  return found, wrong
-end
-
--- The due jobs, after those in the wrong place were moved: the clock may have stepped, or an index may be damaged. Jobs
--- that are still in a wrong place after MEND_PASSES are left out.
-local function due_in_place(tx, limit)
-  for _ = 1, MEND_PASSES do
-    local found, wrong = due(tx, limit)
-    if #wrong == 0 then return tx, found end
-    for _, found_wrong in ipairs(wrong) do
-      local entry = found_wrong.entry
-      if found_wrong.index then call('ZREM', tx.queue .. found_wrong.index, found_wrong.member) end
-      if entry.job and not entry.damaged and not entry.job.run and not entry.job.outcome then
-        lifecycle.follow_clock(entry.job, tx.time)
-        record_change(tx, entry, entry.job)
-      elseif entry.job then
-        transaction.rewrite(tx, entry)
+      if claimable then
+        local next_at = #found.ids + 1
+        found.ids[next_at], found.raws[next_at], found.indexes[next_at] = id, raws[at], index
+        found.members[next_at], found.entries[next_at] = member, entry or false
       end
     end
-    transaction.close(tx)
-    tx = transaction.open(tx.queue)
   end
-  local found, wrong = due(tx, limit)
-  for _, found_wrong in ipairs(wrong) do tx.entries[found_wrong.entry.id] = REMOVED end
-  return tx, found
+  return found
 end
 
 function VERBS.claim()
@@ -78,22 +64,24 @@ function VERBS.claim()
   end
   local jobs, fences, size = {}, {}, 0
   if tx.meta[PAUSED] == 0 then
-    local found
-    tx, found = due_in_place(tx, limit)
+    local found = due(tx, limit)
+    if tx.passed_over then -- Others may be due in their places: look once more.
+      transaction.close(tx)
+      tx = transaction.open(QUEUE)
+      found = due(tx, limit)
+    end
     for at = 1, #found.ids do
       local id, raw, entry, fence = found.ids[at], found.raws[at], found.entries[at], nil
-      if tx.entries[id] ~= REMOVED then
-        size = size + #raw - (entry and entry.job.payload_at - #entry.job.work_extension or record.HEAD_BYTES)
-        if #fences > 0 and size > MAX_CALL_BYTES then break end
-        if entry then
-          record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
-          fence = entry.job.run.fence
-        else
-          fence = claim_plain(tx, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
-        end
-        append(jobs, id, raw)
-        fences[#fences + 1] = pack(FENCE, fence)
+      size = size + #raw - (entry and entry.job.payload_at - #entry.job.work_extension or record.HEAD_BYTES)
+      if #fences > 0 and size > MAX_CALL_BYTES then break end
+      if entry then
+        record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
+        fence = entry.job.run.fence
+      else
+        fence = claim_plain(tx, id, raw, found.indexes[at], found.members[at], worker, lease_ms)
       end
+      append(jobs, id, raw)
+      fences[#fences + 1] = pack(FENCE, fence)
     end
   end
   transaction.close(tx)
@@ -113,7 +101,7 @@ function REPEATS.claim(reply)
   for at = 1, #ids do
     local id, fence = ids[at], sub(reply[REPLY.FENCES], FENCE_BYTES * (at - 1) + 1, FENCE_BYTES * at)
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
-    if raw and run and record.fence_of(run) == fence then
+    if raw and run and sub(run, record.FENCE_AT, record.LEASE_MS_AT - 1) == fence then
       append(jobs, id, raw)
       fences[#fences + 1] = fence
     end
@@ -162,7 +150,7 @@ function VERBS.settle()
   local ids = ids_from(first, SETTLEMENT_ARGS)
   local tx = transaction.find(QUEUE)
   if not tx then return {0, string.rep('0', #ids)} end
-  local holder = record.holder_of(worker)
+  local holder = pack('<I2', #worker) .. worker -- as a lease has it
   local raws, runs = transaction.records(QUEUE, ids)
   for at = 1, #ids do
     local id, head = ids[at], ARGS[first + 1]
@@ -193,17 +181,16 @@ function VERBS.settle()
     end
     first = first + SETTLEMENT_ARGS
   end
-  transaction.close(tx)
-  local opened = 0
-  if #follow_ups > 0 then
-    local companion, companion_ids = QUEUE .. '/failed', {}
-    for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
-    local companion_tx = transaction.open(companion)
-    enqueue.all(companion_tx, companion_ids, function(at) return follow_ups[at] end, {}, {})
-    transaction.close(companion_tx)
-    opened = companion_tx.opened
+  if #follow_ups == 0 then
+    transaction.close(tx)
+    return {0, table.concat(replies)}
   end
-  return {opened, table.concat(replies)}
+  local companion, companion_ids = transaction.open(QUEUE .. '/failed'), {} -- First: an error must change nothing.
+  for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
+  transaction.close(tx)
+  enqueue.all(companion, companion_ids, function(at) return follow_ups[at] end, {}, {})
+  transaction.close(companion)
+  return {companion.opened, table.concat(replies)}
 end
 
 function VERBS.extend()
