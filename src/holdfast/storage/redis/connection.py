@@ -209,7 +209,6 @@ class ServerConnection(ReconnectingConnection):
         return future
 
     def end(self) -> asyncio.Task[None] | None:
-        """Close for good: all commands without a reply fail."""
         self._closed = True
         opening = super().end()
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))

@@ -218,18 +218,13 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
     if options.database:
         commands.append(("SELECT", options.database))
     commands += [("CLIENT", "SETINFO", "LIB-NAME", "holdfast"), ("CLIENT", "SETINFO", "LIB-VER", VERSION)]
-    for command, reply in zip(commands, await raw.ask(*commands), strict=False):
-        if isinstance(reply, Exception):
-            _check_login(command, reply)
-
-
-def _check_login(command: tuple[Argument, ...], error: Exception) -> None:
-    """Raise for an error that counts. A full server refuses a new connection, and another attempt may succeed. A server
-    before 7.2 does not know CLIENT SETINFO."""
-    if not isinstance(error, ServerError) or "max number of clients" in str(error):
+    for command, error in zip(commands, await raw.ask(*commands), strict=False):
+        if not isinstance(error, Exception):
+            continue
+        if not isinstance(error, ServerError) or "max number of clients" in str(error):
+            raise error  # A full server refuses a new connection, and another attempt may succeed.
+        if error.code != "NOAUTH" and command[1] == "SETINFO":
+            continue  # A server before 7.2 does not know it.
+        if error.code in ("WRONGPASS", "NOAUTH", "NOPERM") or command[0] == "AUTH":
+            raise LoginRefused(str(error))
         raise error
-    if error.code != "NOAUTH" and command[1] == "SETINFO":
-        return
-    if error.code in ("WRONGPASS", "NOAUTH", "NOPERM") or command[0] == "AUTH":
-        raise LoginRefused(str(error))
-    raise error
