@@ -54,7 +54,7 @@ MANY_HITS = (1, 2, 5)
 
 UNREACHED = {
     "_client.session.Session.*_for_blocking_calls#*": "blocking calls open another storage: tests/app/test_sync.py",
-    "_worker.telemetry.HookDispatcher.run#3": "hooks on threads are for child processes",
+    "_worker.telemetry.HookDispatcher.run#4": "hooks on threads are for child processes",
     "_worker.processes.pool.Pool.open#4": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
     "_worker.processes.pool.Pool._roll#*": "the same",
