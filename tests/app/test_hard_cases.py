@@ -398,7 +398,7 @@ def nothing() -> None: ...
 
 
 def test_the_backoff_of_a_queue_is_never_longer_than_its_longest() -> None:
-    policy = Holdfast("memory://").queue("q", min_backoff=7_200)._policy
+    policy = Holdfast("memory://").queue("q", min_backoff=7_200)._config.policy
     assert (policy.min_backoff_ms, policy.max_backoff_ms) == (7_200_000, 7_200_000)
 
 

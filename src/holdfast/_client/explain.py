@@ -36,9 +36,8 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
     ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
     alive = {worker.worker for worker in snapshot.workers}
-    return Explanation(
-        queue=queue, id=id, state=job.state, reasons=reasons(job, snapshot.now, stats, ahead, alive=alive)
-    )
+    sentences = reasons(job, snapshot.now, stats, ahead, alive=alive)
+    return Explanation(queue=queue, id=id, state=job.state, reasons=sentences)
 
 
 def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:

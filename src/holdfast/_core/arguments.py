@@ -47,20 +47,16 @@ class Arguments:
         self._positional = [p.name for p in self._parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         self._names = {p.name for p in self._parameters}
         self._required = {p.name for p in self._parameters if p.default is p.empty and p.kind in _NAMED}
-        self._hints: dict[str, Any] | None = None
-        self._struct: type[msgspec.Struct] | None = None
 
-    @property
+    @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        if self._hints is None:
-            try:
-                self._hints = get_type_hints(self._hinted, include_extras=True)
-            except Exception as error:
-                raise OptionError(
-                    f"the annotations of {self.name} cannot be read ({error}): import what they name where they can be"
-                    " found, not only under TYPE_CHECKING or inside a function"
-                ) from error
-        return self._hints
+        try:
+            return get_type_hints(self._hinted, include_extras=True)
+        except Exception as error:
+            raise OptionError(
+                f"the annotations of {self.name} cannot be read ({error}): import what they name where they can be"
+                " found, not only under TYPE_CHECKING or inside a function"
+            ) from error
 
     @property
     def returns(self) -> Any:
@@ -102,7 +98,7 @@ class Arguments:
     def decode(self, codec: Codec, data: bytes) -> Any:
         """The arguments in a payload, as one value: see `call`. Raises `UnknownParameter`, or `PayloadRejected` for
         what no other worker could read either."""
-        wanted = self.hints.get(self._parameters[0].name, Any) if self.whole else self._as_struct()
+        wanted = self.hints.get(self._parameters[0].name, Any) if self.whole else self._struct
         if self.whole and self.raw:
             return data
         try:
@@ -124,7 +120,7 @@ class Arguments:
                 pass  # No bytes fit any type; only the type itself is checked here.
         if not self.whole:
             try:
-                self._as_struct()
+                _ = self._struct
             except Exception as error:
                 raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
 
@@ -137,11 +133,10 @@ class Arguments:
             return (), by_name
         return _spread(self._parameters, by_name)
 
-    def _as_struct(self) -> type[msgspec.Struct]:
-        if self._struct is None:
-            fields = [self._field(parameter) for parameter in self._parameters]
-            self._struct = msgspec.defstruct(name_of(self.function), fields, kw_only=True, forbid_unknown_fields=True)
-        return self._struct
+    @functools.cached_property
+    def _struct(self) -> type[msgspec.Struct]:
+        fields = [self._field(parameter) for parameter in self._parameters]
+        return msgspec.defstruct(name_of(self.function), fields, kw_only=True, forbid_unknown_fields=True)
 
     def _field(self, parameter: Parameter) -> Any:
         hint = self.hints.get(parameter.name, Any)
