@@ -75,7 +75,6 @@ UNREACHED = {
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
     "storage.redis.RedisStorage._settle#3": "another client drops the fail handler's queue meanwhile",
     "storage.redis.RedisStorage._purge#4": "another client makes a queue anew while it is dropped",
-    "storage.subscriptions.RemoteSubscription.__aenter__#3": "a server that cannot be listened to for ten seconds",
     "storage.redis.connection.ServerConnection.close#1": "closed while it connects",
     "storage.redis.connection.ReconnectingConnection._open#2": "a server that cannot be reached",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
