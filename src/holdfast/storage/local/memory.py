@@ -48,9 +48,11 @@ class MemoryQueue:
         return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
 
     def displace(self, key: bytes, job: Job) -> None:
-        index, at = self.entry(key, job)
-        if index is not None:
-            del self.indexes[index][bisect.bisect_left(self.indexes[index], (at, key))]
+        index, at = index_of(job)
+        entries = self.indexes[index]
+        place = bisect.bisect_left(entries, (at, key))
+        if place < len(entries) and entries[place] == (at, key):
+            del entries[place]
 
     def read(self, state: State, start: int, end: int) -> list[Job]:
         """The records of a part of an index. An entry that does not fit its record is passed over."""
