@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "holdfast"
-MOST_MODULES = 37
+MOST_MODULES = 30
 
 PROGRAM = """
 import asyncio, sys, threading

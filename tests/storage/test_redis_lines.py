@@ -615,6 +615,7 @@ async def test_verbs_are_refused_while_the_metadata_cannot_be_read(stage: Stage,
             await verb
     assert saboteur.contents() == before
     await stage.storage.enqueue("other", [Request("c", Work(b"payload"))])
+    assert await stage.storage.ready(["q", "other", "none"]) == ["q", "other"]
     await repair(stage)
     assert await claim_all(stage) == ["a"]
 

@@ -618,6 +618,7 @@ async def test_verbs_are_refused_while_the_metadata_cannot_be_read(sqlite: Stage
             await verb
     assert rows.contents() == before
     await sqlite.storage.enqueue("other", [Request("c", Work(b"payload"))])
+    assert await sqlite.storage.ready(["q", "other", "none"]) == ["q", "other"]
     await repair(sqlite)
     await runs_to_its_end(sqlite, "a")
 

@@ -17,6 +17,7 @@ from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
 from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast.errors import StorageUnavailable
 from holdfast.storage.base import Storage
 from holdfast.storage.local.audit import repair_page, unreadable_meta
 from holdfast.storage.local.table import (
@@ -85,7 +86,10 @@ class Engine:
         return [queue for queue in queues if self._is_ready(queue)]
 
     def _is_ready(self, queue: str) -> bool:
-        meta = self.table.meta(queue)
+        try:
+            meta = self.table.meta(queue)
+        except StorageUnavailable:
+            return True  # The claim of this queue says what is wrong, and no other queue is held up.
         if meta is None:
             return False
         times = [self.table.next_sweep_at(queue), None if meta.paused else self.table.next_run_at(queue)]

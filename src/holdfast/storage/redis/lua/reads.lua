@@ -10,15 +10,17 @@ local function time_of(queue)
   return meta[LAST_AT], meta[SKEW], meta
 end
 
--- One character per queue: 1 if a worker has something to do there, a job that is due or a lease to take back.
+-- One character per queue: 1 if a worker has something to do there, a job that is due or a lease to take back. A queue
+-- whose metadata cannot be read is 1 as well: the claim of that queue then says what is wrong, and no other is held up.
 function VERBS.ready()
   local replies = {}
   for at = FIRST_ARG, #ARGS do
-    local now, _, meta = time_of(ARGS[at])
+    local ok, now, _, meta = pcall(time_of, ARGS[at])
     local tx = {queue = ARGS[at], meta = meta}
     local run_at = meta and meta[PAUSED] == 0 and leases.next_run_at(tx)
     local sweep_at = meta and leases.next_sweep_at(tx)
-    replies[#replies + 1] = ((run_at and run_at <= now) or (sweep_at and sweep_at <= now)) and '1' or '0'
+    local is_ready = not ok or (run_at and run_at <= now) or (sweep_at and sweep_at <= now)
+    replies[#replies + 1] = is_ready and '1' or '0'
   end
   return table.concat(replies)
 end
