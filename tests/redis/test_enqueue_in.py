@@ -19,7 +19,7 @@ from holdfast._core.events import EventKind, Topic
 from holdfast._core.jobs import Request, Update, Work
 from holdfast._core.replies import Placed
 from holdfast.errors import OptionError
-from holdfast.storage import connect
+from holdfast.storage import audit, connect
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis.script import INJECTED_CLOCK, SOURCES, Library
 from tests import servers
@@ -245,13 +245,6 @@ async def _garbled_lease(stage: Stage, client: redis.Redis) -> None:
     client.hset(key(stage, "runs"), "a", "x")
 
 
-async def _garbled_meta(stage: Stage, client: redis.Redis) -> None:
-    for id in "abc":
-        await stage.enqueue(id)
-    await stage.claim_one()
-    client.set(key(stage, "meta"), "garbled")
-
-
 async def _stray_entry(stage: Stage, client: redis.Redis) -> None:
     await stage.enqueue("b", delay=60)
     client.zadd(key(stage, "completed"), {"b": 5, "nobody": 6})
@@ -260,7 +253,7 @@ async def _stray_entry(stage: Stage, client: redis.Redis) -> None:
     client.set(key(stage, "meta"), bytes(meta))
 
 
-@pytest.mark.parametrize("damage", [_garbled_record, _garbled_lease, _garbled_meta, _stray_entry])
+@pytest.mark.parametrize("damage", [_garbled_record, _garbled_lease, _stray_entry])
 @pytest.mark.parametrize("update", [None, Update(), Update(payload=False)])
 async def test_what_is_damaged_is_met_as_by_a_plain_enqueue(
     server: Server, stage: Stage, client: redis.Redis, damage: Any, update: Update | None
@@ -279,6 +272,17 @@ async def test_what_is_damaged_is_met_as_by_a_plain_enqueue(
             while (step := await each.storage.repair("q", dry_run=False, cursor=cursor)).cursor is not None:
                 cursor = step.cursor
         keyspace.clear(server, namespace_of(plain))
+
+
+async def test_unreadable_metadata_refuses_the_command(stage: Stage, client: redis.Redis) -> None:
+    await stage.enqueue("a", delay=60)
+    client.set(key(stage, "meta"), "garbled")
+    pipeline = client.pipeline()
+    stage.storage.enqueue_in(pipeline, "q", [request("b", b"new")])
+    with pytest.raises(redis.ResponseError, match="HOLDFAST_METADATA"):
+        pipeline.execute()
+    await audit(stage.storage, "q", repair=True)
+    assert [job.id for job in (await stage.storage.scan("q")).jobs] == ["a"]
 
 
 # Wrong uses

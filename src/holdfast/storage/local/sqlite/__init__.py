@@ -110,6 +110,7 @@ class SqliteStorage(LocalStorage):
                 await threads[-1].open()
         except BaseException:  # Cancelled, too: a thread must not be left behind.
             for thread in threads:
+                thread.end()
                 await asyncio.shield(thread.close())
             raise
         self._writer, self._reader = threads
@@ -131,10 +132,10 @@ class SqliteStorage(LocalStorage):
         finally:
             if receiver is not None:
                 receiver.close()
-            self._writer.end()
             self._reader.end()
-            await self._writer.close()
+            self._writer.end(after=self._reader)
             await self._reader.close()
+            await self._writer.close()
             self._sender.close()
 
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:

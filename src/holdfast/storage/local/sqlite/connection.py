@@ -76,6 +76,7 @@ class ConnectionThread:
         self._opened = threading.Event()
         self._error: Exception | None = None
         self._closing = False
+        self._close_after: ConnectionThread | None = None
         self._thread = threading.Thread(target=self._work, name="holdfast-sqlite", daemon=True)
         self._thread.start()
 
@@ -101,12 +102,14 @@ class ConnectionThread:
             raise call.error
         return call.result
 
-    def end(self) -> None:
-        """Let the thread end when it has done what is lined up."""
+    def end(self, after: ConnectionThread | None = None) -> None:
+        """Let the thread end when it has done what is lined up, and close its connection after that of another thread.
+        SQLite moves the log into the file when the last connection closes, but not if two close at the same moment."""
+        self._close_after = after
         self._calls.put(None)
 
     async def close(self) -> None:
-        self.end()
+        """Wait for the end of the thread."""
         await asyncio.to_thread(self._thread.join)
 
     def _run_inline(self, call: _Call[Any]) -> bool:
@@ -146,6 +149,8 @@ class ConnectionThread:
             self._done(len(lined_up))
             if self._since_checkpoint >= CHECKPOINT_EVERY:
                 self._checkpoint()
+        if self._close_after is not None:
+            self._close_after._thread.join()
         self._db.close()
 
     def _checkpoint(self) -> None:
