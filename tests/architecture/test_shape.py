@@ -21,7 +21,7 @@ BUDGETS = {
     "_core": 2_800,
     "_client": 2_050,
     "_worker": 3_510,
-    "storage": 8_160,
+    "storage": 8_170,
     "cli": 2_000,
     "": 450,
 }
