@@ -1,5 +1,6 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
+from holdfast import errors
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._client.queue import JobInfo, Queue, Stats
@@ -12,62 +13,30 @@ from holdfast._core.replies import CancelResult, KeepResult, Placed
 from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
 from holdfast._worker.telemetry import RunEvent
 from holdfast._worker.worker import Worker
-from holdfast.errors import (
-    DuplicateJob,
-    HoldfastError,
-    JobCancelled,
-    JobError,
-    JobFailed,
-    JobForgotten,
-    JobNotFound,
-    LayoutTooNew,
-    NotOpen,
-    OptionError,
-    PayloadRejected,
-    PermanentError,
-    Retry,
-    StorageFull,
-    StorageUnavailable,
-    WaitTimeout,
-)
+from holdfast.errors import *  # noqa: F403 -- exactly its `__all__`
 
 __all__ = [
     "BoundRequest",
     "CancelResult",
     "CurrentJob",
-    "DuplicateJob",
     "Event",
     "EventKind",
     "Execution",
     "Failure",
     "Handle",
     "Holdfast",
-    "HoldfastError",
-    "JobCancelled",
-    "JobError",
-    "JobFailed",
-    "JobForgotten",
     "JobInfo",
-    "JobNotFound",
     "KeepResult",
-    "LayoutTooNew",
     "Lease",
-    "NotOpen",
-    "OptionError",
-    "PayloadRejected",
-    "PermanentError",
     "Placed",
     "Queue",
-    "Retry",
     "RunEvent",
     "State",
     "Stats",
-    "StorageFull",
-    "StorageUnavailable",
     "Task",
     "Update",
-    "WaitTimeout",
     "Worker",
     "content_id",
     "current_job",
 ]
+__all__ += errors.__all__

@@ -1,7 +1,7 @@
 """Every error that Holdfast raises.
 
-Expected results are values (`Placed`, `SettleResult`, …); an error is for what a caller cannot plan for.
-Each message says what was tried and what to do next.
+Expected results are values (`Placed`, `CancelResult`, …); an error is for what a caller cannot plan for.
+Each message says what is wrong and what to do.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ ErrorKind = Literal["permanent", "retriable", "stall", "timeout"]
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a run did not complete, as data: what is stored, shown, and handed to fail handlers."""
+    """The failure of a run as data. It is stored with the job, and fail handlers receive it."""
 
     type: str
-    """The exception's class, by name."""
+    """Name of the exception's class."""
     message: str
     kind: ErrorKind = "retriable"
     attempts: int = 0
-    """Runs that had been started when the job was given up; 0 while it is not."""
+    """Number of runs that were started before the job failed; 0 in the error of a job that has not failed."""
     traceback: str = ""
     details: Any = None
-    """The exception's own `details`, if it has some that JSON can carry."""
+    """Attribute `details` of the exception, if it has one that can be encoded as JSON."""
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
 class HoldfastError(Exception):
-    """The base of every error raised by Holdfast."""
+    """Base class of every error that Holdfast raises."""
 
 
 class OptionError(HoldfastError, ValueError):
@@ -64,19 +64,19 @@ class PayloadRejected(HoldfastError, ValueError):
 
 
 class DuplicateJob(HoldfastError):
-    """`on_conflict="raise"` met a job that is live, or completed and remembered."""
+    """The id of a request with `on_conflict="raise"` exists: its job is live, or completed and remembered."""
 
 
 class JobNotFound(HoldfastError):
-    """The operation needs a job that is not there."""
+    """The job that the call names does not exist."""
 
 
 class WaitTimeout(HoldfastError, TimeoutError):
-    """The caller's `wait` ended before the job did. The job goes on."""
+    """The job did not end within the caller's `wait`. The job continues."""
 
 
 class JobFailed(HoldfastError):
-    """The awaited job failed for good; `error` is its cause as data."""
+    """The awaited job failed and will not run again; `error` is the cause as data."""
 
     def __init__(self, message: str, *, error: JobError) -> None:
         super().__init__(message)
@@ -87,12 +87,12 @@ class JobFailed(HoldfastError):
 
     @property
     def attempts(self) -> int:
-        """Runs that were started."""
+        """Number of runs that were started."""
         return self.error.attempts
 
     @property
     def kind(self) -> ErrorKind:
-        """`permanent`, `retriable` (its retries were used up), `stall` or `timeout`."""
+        """`permanent`, `retriable` (its retries are used up), `stall` or `timeout`."""
         return self.error.kind
 
 
@@ -101,7 +101,7 @@ class JobCancelled(HoldfastError):
 
 
 class JobForgotten(HoldfastError):
-    """The awaited job's record is gone, and its outcome with it."""
+    """The record of the awaited job does not exist any more, so its outcome is not known."""
 
 
 class StorageUnavailable(HoldfastError):
@@ -109,19 +109,19 @@ class StorageUnavailable(HoldfastError):
 
 
 class NotOpen(HoldfastError):
-    """The app was used outside of `async with app`, on another event loop than its own, or blocking inside of one."""
+    """The app was used outside `async with app`, on another event loop, or by a blocking call inside an event loop."""
 
 
 class StorageFull(HoldfastError):
-    """The storage has no room for new jobs. Everything but enqueue still works."""
+    """The storage has no space for new jobs. Every operation except enqueue still works."""
 
 
 class LayoutTooNew(HoldfastError):
-    """The data was written by a newer Holdfast whose layout this one cannot read."""
+    """The data was written by a newer version of Holdfast, in a layout that this version cannot read."""
 
 
 class Retry(Exception):
-    """Raise this in a handler to run again after `delay` or at `at`. It counts as a retry, and says nothing of failure.
+    """Raise this in a handler to run the job again after `delay` or at `at`. The run counts as a retry.
 
     >>> raise Retry(delay=30)
     """
@@ -131,10 +131,10 @@ class Retry(Exception):
     ) -> None:
         super().__init__(message or "asked to run again")
         if delay is not None and at is not None:
-            raise OptionError("Retry has both delay and at: give one of them")
+            raise OptionError("delay and at of Retry are mutually exclusive: pass only one")
         self.delay = delay
         self.at = at
 
 
 class PermanentError(Exception):
-    """Raise this in a handler when another run would not help: the job fails at once."""
+    """Raise this in a handler when another run would not help: the job fails without a retry."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def rehearse() -> Iterator[Callable[[Holdfast[Any]], Rehearsal]]:
-    """Put an app on memory, with a clock that the test moves, until the test ends: `jobs = rehearse(app)`."""
+    """Use an app in memory, with a clock that the test moves, until the test ends: `jobs = rehearse(app)`."""
     from holdfast.testing import Rehearsal
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""For tests of apps: an app on memory, a clock that the test moves, and a worker that runs what is ready.
+"""Test an app: its jobs are in memory, the test moves the clock, and a worker runs the ready jobs on demand.
 
 >>> async def test_a_reminder_is_sent_after_a_day():
 ...     with rehearse(app) as jobs:
@@ -29,13 +29,14 @@ from holdfast.storage import connect
 __all__ = ["Rehearsal", "rehearse"]
 
 MAX_RUNS = 10_000
-"""A drain that has started this many runs is taken for one that never ends."""
+"""Maximum number of runs of one drain: more runs mean that it would never end."""
 START = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)
+"""Time at the start of a rehearsal, unless given."""
 
 
 class Rehearsal:
-    """An app whose jobs are in memory, with a clock that the test moves, until the `with` block ends. The app's own
-    storage is not used, and nothing remains."""
+    """An app whose jobs are in memory, with a clock that the test moves: `with rehearse(app) as jobs: …`. The app's
+    own storage is not used, and the jobs are gone after the block."""
 
     def __init__(self, app: Holdfast[Any], *, now: datetime = START) -> None:
         self._app = app
@@ -52,19 +53,19 @@ class Rehearsal:
 
     @property
     def now(self) -> datetime:
-        """The time of the rehearsal."""
+        """Present time of the clock that the test moves."""
         return from_at(self.clock.now_us())
 
     async def drain(self, *, max_runs: int = MAX_RUNS) -> list[RunEvent]:
-        """Run everything that is ready, and what becomes ready by that, until nothing is: what happened, in order.
+        """Run ready jobs, and the jobs that these make ready, until no job is ready. Returns the runs in order.
 
-        A job that failed and is to run again later waits for `advance`. Raises if there is no end to it.
+        A job that is due later, as after a retry, waits for `advance`. Raises after more than `max_runs` runs.
         """
         before = len(self._runs)
 
         def note(event: RunEvent) -> None:
             self._runs.append(event)
-            if len(self._runs) - before > 2 * max_runs:  # Its start and its end are an event each.
+            if len(self._runs) - before > 2 * max_runs:  # A run has two events: its start and its end.
                 worker.stop()
 
         settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
@@ -72,18 +73,16 @@ class Rehearsal:
         worker = self._app._inline_worker(handlers, settings, note)  # pyright: ignore[reportPrivateUsage]
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
-            raise HoldfastError(
-                f"drain has started more than {max_runs} runs: does a job enqueue itself without a delay?"
-            )
+            raise HoldfastError(f"drain started more than {max_runs} runs: does a job enqueue itself without a delay?")
         return [event for event in self._runs[before:] if event.kind is not EventKind.CLAIMED]
 
     async def advance(
         self, seconds: float = 0, *, minutes: float = 0, hours: float = 0, days: float = 0
     ) -> list[RunEvent]:
-        """Move the clock on, and run each job at the time when it is due on the way: what happened, in order."""
+        """Move the clock forward, and run each job at the time when it is due. Returns the runs in order."""
         length = timedelta(seconds=seconds, minutes=minutes, hours=hours, days=days)
         if length < timedelta(0):
-            raise OptionError(f"advance goes forward, not by {length.total_seconds():g} seconds")
+            raise OptionError(f"advance moves the clock forward, not by {length.total_seconds():g} seconds")
         target = self.clock.now_us() + round(length / timedelta(microseconds=1))
         happened = await self.drain()
         while (due := await self._next_due(target)) is not None:
@@ -93,18 +92,17 @@ class Rehearsal:
         return happened
 
     def ran(self, task: Task[..., Any, Any] | str | None = None) -> list[RunEvent]:
-        """The runs so far, of one task or of all: one event for each, with how it ended."""
+        """The runs that have ended, of one task or of all tasks: one event for each run."""
         name = task if isinstance(task, str) or task is None else task.name
         return [run for run in self._runs if run.kind is not EventKind.CLAIMED and name in (None, run.queue)]
 
     async def _next_due(self, target: int) -> int | None:
-        """The first time up to the target at which a job is due."""
+        """The earliest time after now and up to the target at which a job is due."""
         times: list[int] = []
         for queue in (await self._app.storage.snapshot()).queues:
             times += [to_at("run_at", job.run_at) async for job in self._app.queue(queue.queue).jobs(State.WAITING)]
         return min((at for at in times if self.clock.now_us() < at <= target), default=None)
 
 
-def rehearse(app: Holdfast[Any], *, now: datetime = START) -> Rehearsal:
-    """Use an app on memory, with a clock that the test moves: `with rehearse(app) as jobs: …`."""
-    return Rehearsal(app, now=now)
+rehearse = Rehearsal
+"""`with rehearse(app) as jobs: …` uses an app in memory, with a clock that the test moves."""

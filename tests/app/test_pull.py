@@ -54,7 +54,7 @@ async def test_a_lease_may_be_short_or_long(app: Holdfast[Any]) -> None:
         await queue.enqueue(n)
         assert await queue.lease(seconds=seconds) is not None
     for seconds in (0, 0.09, 86_401, -1):
-        with pytest.raises(OptionError, match=r"seconds is from 0\.1 to 86400 seconds, not"):
+        with pytest.raises(OptionError, match=r"seconds must be from 0\.1 to 86400 seconds, not"):
             await queue.lease(seconds=seconds)
 
 
@@ -293,7 +293,7 @@ async def test_an_extension_moves_the_deadline(app: Holdfast[Any]) -> None:
     assert lease.deadline < first
     assert await lease.extend()  # As long as the last time.
     assert lease.deadline < first
-    with pytest.raises(OptionError, match="seconds is from"):
+    with pytest.raises(OptionError, match="seconds must be from"):
         await lease.extend(0.01)
 
 

@@ -229,7 +229,7 @@ async def test_advance_runs_what_is_ready_now_as_well(app: Holdfast[Any]) -> Non
     with rehearse(app) as jobs:
         await now.enqueue()
         assert [event.kind for event in await jobs.advance(0)] == [EventKind.COMPLETED]
-        with pytest.raises(OptionError, match="advance goes forward"):
+        with pytest.raises(OptionError, match="advance moves the clock forward"):
             await jobs.advance(-1)
 
 
