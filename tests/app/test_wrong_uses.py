@@ -168,7 +168,7 @@ def test_a_task_is_a_function(idle: Holdfast[Any]) -> None:
         ("cancel_grace", -1, "cancel_grace must be from 0"),
         ("delivery", "exactly_once", "delivery must be one of 'at_least_once', 'at_most_once', not 'exactly_once'"),
         ("on_storage_loss", "panic", "on_storage_loss must be one of 'hold', 'kill'"),
-        ("codec", "pickle", "codec 'pickle' is not known here: it is one of json, msgpack, raw"),
+        ("codec", "pickle", "codec 'pickle' is not known here: use json, msgpack, raw"),
     ],
 )
 def test_an_option_of_a_task_that_is_out_of_range_is_refused(
@@ -292,7 +292,7 @@ async def test_an_argument_that_cannot_be_sent_is_named(app: Holdfast[Any]) -> N
     deep: list[Any] = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(PayloadRejected, match=r"argument 'bad' of t .*inside each other"):
+    with pytest.raises(PayloadRejected, match=r"argument 'bad' of t .*levels of nested lists"):
         await task.enqueue(1, deep)
     itself: list[Any] = []
     itself.append(itself)

@@ -24,9 +24,9 @@ import pytest
 import holdfast
 from holdfast._core import options
 from holdfast._core.options import PullOptions
-from holdfast._core.retry_policy import FAIL_HANDLER, TASK
 from tests import servers
 from tests.app.conftest import until
+from tests.policies import FAIL_HANDLER, TASK
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from holdfast._core.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast._core.codec import Codecs
-from holdfast._core.retry_policy import TASK, QueueConfig
+from holdfast._core.retry_policy import QueueConfig
 from holdfast._worker.handler import Handler
 from holdfast.errors import OptionError, PayloadRejected
+from tests.policies import TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
@@ -361,7 +362,7 @@ def test_a_template_is_checked_when_the_task_is_defined(template: Any) -> None:
 
 
 def test_the_refusal_of_a_template_says_what_it_may_name() -> None:
-    with pytest.raises(OptionError, match=r"may name \{a\}, \{b\}, \{c\}"):
+    with pytest.raises(OptionError, match=r"use only \{a\}, \{b\}, \{c\}"):
         id_maker(Arguments("f", plain), "{user}")
     with pytest.raises(OptionError, match="no parameter at all"):
         id_maker(Arguments("f", nothing), "{user}")
@@ -412,7 +413,7 @@ def test_a_function_makes_ids_from_all_arguments_and_defaults() -> None:
 
 @pytest.mark.parametrize("gave", [None, 5, b"bytes"])
 def test_a_function_that_makes_no_text_is_refused(gave: Any) -> None:
-    with pytest.raises(OptionError, match="ids of f gave"):
+    with pytest.raises(OptionError, match="ids of f returned"):
         make_id(plain, lambda **_: gave, 1)
 
 
@@ -458,10 +459,10 @@ def test_content_can_name_a_tasks_jobs() -> None:
 
 @pytest.mark.parametrize("content", [object(), float("nan"), {"a": [float("inf")]}, "\ud800"])
 def test_content_that_cannot_be_written_has_no_id(content: object) -> None:
-    with pytest.raises(PayloadRejected, match="no id can be made"):
+    with pytest.raises(PayloadRejected, match="content_id cannot encode"):
         content_id(content)
 
 
 def test_no_content_has_no_id() -> None:
-    with pytest.raises(OptionError, match="needs something"):
+    with pytest.raises(OptionError, match="content_id has no arguments"):
         content_id()

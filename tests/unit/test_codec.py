@@ -249,12 +249,12 @@ def test_null_in_a_text_is_no_reason_to_refuse_it(codecs: Codecs) -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        pytest.param(object(), "no way to write a builtins.object", id="object"),
-        pytest.param({"a": [object()]}, "no way to write a builtins.object", id="object inside"),
-        pytest.param(print, "no way to write", id="function"),
-        pytest.param(int, "no way to write", id="class"),
-        pytest.param((n for n in range(3)), "no way to write", id="generator"),
-        pytest.param(1j, "no way to write", id="complex"),
+        pytest.param(object(), "a builtins.object cannot be encoded", id="object"),
+        pytest.param({"a": [object()]}, "a builtins.object cannot be encoded", id="object inside"),
+        pytest.param(print, "cannot be encoded", id="function"),
+        pytest.param(int, "cannot be encoded", id="class"),
+        pytest.param((n for n in range(3)), "cannot be encoded", id="generator"),
+        pytest.param(1j, "cannot be encoded", id="complex"),
         pytest.param("\ud800", "surrogates not allowed", id="lone surrogate"),
         pytest.param({"\ud800": 1}, "surrogates not allowed", id="lone surrogate in a key"),
         pytest.param(endless(), "nested too deeply, or contains itself", id="contains itself"),
@@ -272,7 +272,7 @@ def test_what_cannot_be_sent_is_refused_with_its_name_and_a_reason(
 
 @pytest.mark.parametrize("key", [(1, 2), None, frozenset({1})])
 def test_json_has_no_keys_but_text_and_what_is_read_from_text(codecs: Codecs, key: object) -> None:
-    with pytest.raises(PayloadRejected, match="no way to write"):
+    with pytest.raises(PayloadRejected, match="cannot be encoded"):
         codecs.encode("it", {key: 1})
 
 
@@ -334,7 +334,7 @@ def test_raw_takes_nothing_but_bytes(codecs: Codecs, value: object) -> None:
 
 @pytest.mark.parametrize("type", [str, int, Item, list[bytes]])
 def test_raw_gives_nothing_but_bytes(codecs: Codecs, type: Any) -> None:
-    with pytest.raises(PayloadRejected, match="raw bytes were sent"):
+    with pytest.raises(PayloadRejected, match="raw bytes cannot be decoded"):
         codecs.decode("it", b"1", "raw", type)
 
 

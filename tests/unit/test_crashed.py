@@ -9,17 +9,9 @@ from msgspec.structs import replace
 
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Fail, Job, RetrySettlement, Settlement, StoredLease, Work
-from holdfast._core.retry_policy import (
-    FAIL_HANDLER,
-    PULL,
-    TASK,
-    Crashed,
-    Policy,
-    admit,
-    is_suspect,
-    verdict,
-)
+from holdfast._core.retry_policy import Crashed, Policy, admit, is_suspect, verdict
 from holdfast.errors import JobError
+from tests.policies import FAIL_HANDLER, PULL, TASK
 
 NOW = 1_800_000_000_000_000
 FENCE = NOW + 7

@@ -38,8 +38,9 @@ from holdfast._core.options import (
     to_ms,
     to_update,
 )
-from holdfast._core.retry_policy import FAIL_HANDLER, PULL, TASK, Policy, QueueConfig
+from holdfast._core.retry_policy import Policy, QueueConfig
 from holdfast.errors import OptionError
+from tests.policies import FAIL_HANDLER, PULL, TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

@@ -23,9 +23,6 @@ from holdfast._core.failure import (
 )
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
 from holdfast._core.retry_policy import (
-    FAIL_HANDLER,
-    PULL,
-    TASK,
     Ended,
     Policy,
     Raised,
@@ -40,6 +37,7 @@ from holdfast._core.retry_policy import (
     verdict,
 )
 from holdfast.errors import JobError
+from tests.policies import FAIL_HANDLER, PULL, TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 

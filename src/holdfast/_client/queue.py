@@ -244,7 +244,7 @@ class Queue:
             queue=self.name,
             payload=decode(job.work.payload, job.work.codec),
             run_at=from_at(job.run_at),
-            created_at=from_at(job.created_at),
+            created_at=from_at(job.generation),
             progress=decode(None if job.run is None else job.run.progress, "json"),
             result=None if outcome is None else decode(outcome.result, outcome.codec),
             error=None if error is None else decode_error(error),

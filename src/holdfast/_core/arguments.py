@@ -1,7 +1,7 @@
-"""A function's arguments as a payload: an object by parameter name, which any language can write.
+"""The arguments of a function as a payload: an object by parameter name, which any language can write.
 
-Only what the caller gave travels; the defaults are those of the code that runs. A function whose only parameter is
-positional-only takes the whole payload instead: as bytes, untouched, or as whatever type it says.
+A payload has only the arguments that the caller passed; the worker's code adds its defaults. A function whose only
+parameter is positional-only takes the whole payload instead: as bytes, or as the annotated type.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import string
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter
 from typing import Any, get_type_hints
 from urllib.parse import quote
@@ -26,24 +26,23 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class UnknownParameter(Exception):
-    """A payload names a parameter that the function does not have: a newer producer, or an older worker."""
+    """A payload names a parameter that the function does not have. The producer is newer than the worker."""
 
 
 class Arguments:
-    """How one function is called from afar. Annotations are looked at when they are first needed, so that they may
-    name what is defined later."""
+    """The parameters of one function, and their payloads. Annotations are read when they are first needed, so they may
+    name a class that is defined later."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
         self.function = function
-        self._hinted = _with_hints(function)
         self.signature = inspect.signature(function)
         self._parameters = list(self.signature.parameters.values())
         kinds = [parameter.kind for parameter in self._parameters]
         self.whole = kinds == [Parameter.POSITIONAL_ONLY]
-        """The one parameter is the payload."""
+        """The only parameter takes the whole payload."""
         self._plain = all(kind in _NAMED for kind in kinds)
-        """Everything can be passed by name."""
+        """All arguments can be passed by name."""
         self._positional = [p.name for p in self._parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         self._names = {p.name for p in self._parameters}
         self._required = {p.name for p in self._parameters if p.default is p.empty and p.kind in _NAMED}
@@ -51,11 +50,11 @@ class Arguments:
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
         try:
-            return get_type_hints(self._hinted, include_extras=True)
+            return get_type_hints(_with_hints(self.function), include_extras=True)
         except Exception as error:
             raise OptionError(
-                f"the annotations of {self.name} cannot be read ({error}): import what they name where they can be"
-                " found, not only under TYPE_CHECKING or inside a function"
+                f"the annotations of {self.name} cannot be read ({error}): import the names at the top of the module,"
+                " not only under TYPE_CHECKING or inside a function"
             ) from error
 
     @property
@@ -64,11 +63,11 @@ class Arguments:
 
     @property
     def raw(self) -> bool:
-        """The payload is bytes that are not decoded."""
+        """Whether the function takes the payload as bytes, without decoding."""
         return self.whole and self.hints.get(self._parameters[0].name, bytes) is bytes
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by parameter name. Raises the TypeError that the call itself would."""
+        """Return the arguments of a call by parameter name. Raises the TypeError that the call itself would raise."""
         if self._plain and not args and self._required <= kwargs.keys() <= self._names:
             return kwargs
         if self._plain and len(args) <= len(self._positional):
@@ -83,7 +82,7 @@ class Arguments:
             raise TypeError(f"{self.name}: {error}") from None
 
     def encode(self, codecs: Codecs, codec: Codec, given: Mapping[str, Any]) -> bytes:
-        """The payload of a call. Names the argument that cannot be sent."""
+        """Encode the arguments of a call. The error names the argument that cannot be encoded."""
         if self.whole:
             (parameter,) = self._parameters
             payload = given.get(parameter.name, parameter.default)
@@ -96,11 +95,11 @@ class Arguments:
             raise
 
     def decode(self, codec: Codec, data: bytes) -> Any:
-        """The arguments in a payload, as one value: see `call`. Raises `UnknownParameter`, or `PayloadRejected` for
-        what no other worker could read either."""
-        wanted = self.hints.get(self._parameters[0].name, Any) if self.whole else self._struct
+        """Decode a payload to one value for `call`. Raises `UnknownParameter`, or `PayloadRejected` if no other worker
+        could decode it either."""
         if self.whole and self.raw:
             return data
+        wanted = self.hints.get(self._parameters[0].name, Any) if self.whole else self._struct
         try:
             return codec.decode(data, wanted)
         except UNDECODABLE as error:
@@ -109,29 +108,29 @@ class Arguments:
             raise PayloadRejected(f"the payload does not fit {self.name}{self.signature}: {error}") from error
 
     def check(self, codec: Codec) -> None:
-        """Can the codec read every parameter? Raises `OptionError`, and names the one that it cannot."""
+        """Check that the codec can decode every parameter and the result. Raises `OptionError` with the name of one."""
         types = {f"parameter {parameter.name!r}": self._field(parameter)[1] for parameter in self._parameters}
         for what, type in {**types, "the result": self.returns}.items():
             try:
                 codec.decode(b"", type)
             except TypeError as error:
-                raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
+                raise OptionError(
+                    f"{what} of {self.name} has a type that {codec.name} cannot decode: {error}"
+                ) from error
             except UNDECODABLE:
-                pass  # No bytes fit any type; only the type itself is checked here.
+                pass  # Empty bytes fit no type; only the type itself is checked here.
         if not self.whole:
             try:
                 _ = self._struct
             except Exception as error:
-                raise OptionError(f"the parameters of {self.name} cannot be read from a payload: {error}") from error
+                raise OptionError(f"the parameters of {self.name} cannot be decoded: {error}") from error
 
     def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What to call the function with."""
+        """Return the positional and keyword arguments for the function, from the value that `decode` returned."""
         if self.whole:
             return (given,), {}
         by_name: dict[str, Any] = msgspec.structs.asdict(given)
-        if self._plain:
-            return (), by_name
-        return _spread(self._parameters, by_name)
+        return ((), by_name) if self._plain else _spread(self._parameters, by_name)
 
     @functools.cached_property
     def _struct(self) -> type[msgspec.Struct]:
@@ -157,7 +156,7 @@ class Arguments:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What a function, a partial or a callable object is called."""
+    """Return the name of a function, of the function of a partial, or of the class of a callable object."""
     return getattr(_with_hints(function), "__name__", type(function).__name__)
 
 
@@ -166,7 +165,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the annotations are: those of a partial's function, or of an object's call."""
+    """Return the function that has the annotations: that of a partial, or `__call__` of an object."""
     while isinstance(function, functools.partial):
         function = function.func
     called: Callable[..., Any] = type(function).__call__
@@ -174,19 +173,18 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, Any]], str]:
-    """How ids are made from arguments. A template is checked here, so that a mistake shows when the task is defined."""
+    """Return a function that makes the id of a job from its arguments. Checks a template when the task is defined."""
     name, parameters = arguments.name, arguments.signature.parameters
     empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
     defaults = {p.name: empty.get(p.kind, p.default) for p in parameters.values()}
 
     if callable(template):
-        make = template
 
         def called(given: dict[str, Any]) -> str:
             args, kwargs = _spread(parameters.values(), {**defaults, **given})
-            id = make(*args, **kwargs)
+            id = template(*args, **kwargs)
             if not isinstance(id, str):
-                raise OptionError(f"the function that makes the ids of {name} gave {id!r:.60}, not text")
+                raise OptionError(f"the function that makes the ids of {name} returned {id!r:.60}, not text")
             return id
 
         return called
@@ -199,10 +197,8 @@ def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, 
         raise OptionError(f"the id template of {name} is empty")
     for _, field, spec, conversion in pieces:
         if field is not None and (field not in parameters or spec or conversion):
-            names = ", ".join(f"{{{name}}}" for name in parameters) or "no parameter at all"
-            raise OptionError(
-                f"{what} has {{{field}}}: it may name {names}, and nothing else; for more, give a function"
-            )
+            names = ", ".join(f"{{{name}}}" for name in parameters) or "plain text"
+            raise OptionError(f"{what} has {{{field}}}: use only {names} in it, or pass a function")
     special = _separators(what, pieces)
 
     def filled(given: dict[str, Any]) -> str:
@@ -215,11 +211,11 @@ def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, 
 
 
 def _separators(what: str, pieces: list[Any]) -> str:
-    """What stands between two fields: where it is in a value it is escaped, or two calls could make one id."""
+    """Return the characters between two fields. Values escape them, or different arguments could make the same id."""
     fields = [at for at, piece in enumerate(pieces) if piece[1] is not None]
     between = [pieces[at][0] for at in fields[1:]]
     if "" in between:
-        raise OptionError(f"{what} needs something between two fields")
+        raise OptionError(f"{what} needs a character between two fields: use ':' or '-'")
     special = "".join(sorted(set("".join(between))))
     if set(special) & set("0123456789ABCDEF%~"):
         raise OptionError(
@@ -230,7 +226,7 @@ def _separators(what: str, pieces: list[Any]) -> str:
 
 
 def _escaped(value: object, special: str) -> str:
-    """A value as part of an id. Escaped, so that ("a:b", "c") and ("a", "b:c") make different ids."""
+    """Format a value as part of an id. The escapes make the ids of ("a:b", "c") and ("a", "b:c") different."""
     if value is None:
         return "~"
     text = value if isinstance(value, str) else canonical(value).decode().strip('"')
@@ -241,26 +237,25 @@ def _escaped(value: object, special: str) -> str:
 
 
 def content_id(*args: object, **kwargs: object) -> str:
-    """An id made from what is in a payload: equal content, equal id, whatever the order of keys.
+    """Return an id made from content: equal content has an equal id, in any order of keys.
 
-    It is the first 40 digits of the SHA-256 of the canonical JSON. With several arguments, of a list of them;
-    with named ones, of an object: so it can be a task's `unique=content_id`.
+    It is the first 40 hex digits of the SHA-256 of the canonical JSON: of the value, of a list of several arguments, or
+    of an object of named ones. A task can use it as `unique=content_id`.
 
     >>> content_id({"b": 1, "a": 2}) == content_id({"a": 2, "b": 1})
     True
     """
     if not args and not kwargs:
-        raise OptionError("content_id needs something to make an id from")
+        raise OptionError("content_id has no arguments: pass the content to make an id from")
     value: object = args[0] if len(args) == 1 and not kwargs else [*args, kwargs] if args and kwargs else args or kwargs
     try:
         return hashlib.sha256(canonical(value)).hexdigest()[:40]
     except (TypeError, ValueError, RecursionError) as error:
-        raise PayloadRejected(f"no id can be made from this content: {error}") from error
+        raise PayloadRejected(f"content_id cannot encode this content: {error}") from error
 
 
-def _spread(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Values by name, as a call passes them: by name again, unless more positions follow."""
-    parameters = list(parameters)
+def _spread(parameters: Collection[Parameter], values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return values by name as arguments of a call: by name, or by position before a `*args`."""
     starred = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters)
     positional = (Parameter.POSITIONAL_ONLY, *([Parameter.POSITIONAL_OR_KEYWORD] if starred else []))
     args: list[Any] = []

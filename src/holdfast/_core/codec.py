@@ -1,7 +1,7 @@
 """Values to bytes and back: JSON (the default), msgpack, raw bytes, or a codec of your own.
 
-The producer encodes a value, so that a value that cannot be sent fails where it was written. The reader decodes it
-against its annotations. A record notes which codec wrote it: a queue may mix them. Nothing is pickled.
+The producer encodes a value, so a value that cannot be encoded raises there. The reader decodes it as the annotated
+type. A record names the codec that wrote it, so a queue may mix codecs. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import msgspec
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_DEPTH = 64
-"""Lists and objects inside each other, in JSON: deeper ones are mistakes, or attacks."""
+"""Maximum depth of nested lists and objects in JSON. Deeper nesting is a mistake or an attack."""
 
 UNDECODABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError, OverflowError)
-"""What a codec may raise on bytes that are not of the asked type."""
+"""Errors that a codec may raise for bytes that do not fit the type."""
 
 
 class Codec(Protocol):
-    """How values travel. `decode` is given a type as `msgspec.convert` takes it, `Any` included."""
+    """Encodes values to bytes and decodes them. `decode` receives a type as `msgspec.convert` does, possibly `Any`."""
 
     name: str
-    """Stored with each payload, so it never changes its meaning."""
+    """Name that is stored with each payload, so its meaning must never change."""
 
     def encode(self, value: object) -> bytes: ...
     def decode(self, data: bytes, type: Any) -> Any: ...
 
 
 class MsgspecCodec:
-    """A format that msgspec writes and reads: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes, pydantic
-    models. Msgpack is smaller and faster than JSON, and its bytes stay bytes. Decoders are made once per type."""
+    """A format of msgspec: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes, pydantic models. Msgpack is
+    smaller and faster than JSON, and does not encode bytes as text. There is one decoder per type."""
 
     def __init__(self, name: str, module: Any) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class MsgspecCodec:
     def decode(self, data: bytes, type: Any) -> Any:
         try:
             decoder = self._decoders.get(type)
-        except TypeError:  # An annotation that cannot be hashed.
+        except TypeError:  # The annotation is not hashable.
             return self._module.Decoder(type, dec_hook=_decode_other).decode(data)
         if decoder is None:
             decoder = self._decoders[type] = self._module.Decoder(type, dec_hook=_decode_other)
@@ -57,18 +57,18 @@ class MsgspecCodec:
 
 
 class JsonCodec(MsgspecCodec):
-    """JSON by msgspec, with bytes as base64. Refuses what other readers of JSON could not read."""
+    """JSON by msgspec, with bytes as base64. Refuses values that other readers of JSON could not read."""
 
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
         _refuse_nan(value, data)
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_DEPTH} lists and objects inside each other")
+            raise ValueError(f"it has more than {MAX_DEPTH} levels of nested lists and objects")
         return data
 
 
 class RawCodec:
-    """Bytes as they are."""
+    """Bytes without a change."""
 
     name = "raw"
 
@@ -79,7 +79,7 @@ class RawCodec:
 
     def decode(self, data: bytes, type: Any) -> Any:
         if type not in (Any, object, bytes, bytes | None):
-            raise TypeError(f"raw bytes were sent where {type!r} is wanted")
+            raise TypeError(f"raw bytes cannot be decoded as {type!r}")
         return data
 
 
@@ -94,7 +94,7 @@ class Codecs:
         self.default = self.get(default if isinstance(default, str) else default.name)
 
     def add(self, codec: Codec) -> None:
-        """Make a codec known. One that an app reads with must be known where it is read."""
+        """Add a codec. Every app that reads its payloads must add it too."""
         name = getattr(codec, "name", None)
         able = all(callable(getattr(codec, method, None)) for method in ("encode", "decode"))
         if not able or not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.+-]{1,40}", name):
@@ -107,12 +107,12 @@ class Codecs:
         codec = self._known.get(name)
         if codec is None:
             raise OptionError(
-                f"codec {name!r:.60} is not known here: it is one of {', '.join(self._known)}, or add_codec it"
+                f"codec {name!r:.60} is not known here: use {', '.join(self._known)}, or add it with app.add_codec"
             )
         return codec
 
     def encode(self, what: str, value: object, codec: Codec | None = None) -> bytes:
-        """A value as bytes; `what` names it in the error that is raised if it cannot be sent."""
+        """Encode a value. `what` names it in the error that is raised if it cannot be encoded."""
         codec = codec or self.default
         try:
             return codec.encode(value)
@@ -124,7 +124,7 @@ class Codecs:
             ) from error
 
     def decode(self, what: str, data: bytes, name: str, type: Any = Any) -> Any:
-        """Bytes that the named codec wrote, as a value of a type."""
+        """Decode the bytes of the named codec as a value of this type. `what` names the bytes in the error."""
         codec = self.get(name)
         try:
             return codec.decode(data, type)
@@ -132,13 +132,13 @@ class Codecs:
             raise PayloadRejected(f"{what} cannot be read as {name} of {_shown(type)}: {_reason(error)}") from error
 
     def encode_any(self, what: str, value: object) -> tuple[bytes, str]:
-        """Bytes unchanged, any other value by the app's codec: the data, and the name of the codec."""
+        """Return bytes unchanged, or another value encoded by the app's codec; and the name of the codec."""
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(cast("bytes", value)), "raw"
         return self.encode(what, value), self.default.name
 
     def decode_or_leave(self, data: bytes | None, name: str) -> Any:
-        """A value; the bytes themselves if they cannot be decoded here."""
+        """Decode a value; return the bytes themselves if they cannot be decoded here."""
         if data is None:
             return None
         try:
@@ -148,26 +148,26 @@ class Codecs:
 
 
 def canonical(value: object) -> bytes:
-    """The one JSON of a value: keys sorted, sets ordered, no spaces."""
+    """Return the canonical JSON of a value: keys and sets sorted, no spaces."""
     data = msgspec.json.encode(value, enc_hook=_encode_other, order="sorted")
     _refuse_nan(value, data)
     return data
 
 
 def _refuse_nan(value: object, data: bytes) -> None:
-    """JSON has no NaN and no infinity: msgspec writes null, or a name as a key. Look closer only where one is."""
+    """Raise if a value has NaN or infinity, which JSON does not have: msgspec writes null, or a name as a key."""
     if b"null" in data or b'"nan"' in data or b'inf"' in data:
         try:
             json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other), allow_nan=False)
         except ValueError:
-            raise ValueError("NaN and infinity have no place in JSON: send None, or a string") from None
+            raise ValueError("JSON has no NaN and no infinity: use None or a string") from None
 
 
 def _encode_other(value: Any) -> Any:
-    """What msgspec does not know: a pydantic model, if that is installed."""
+    """Encode what msgspec cannot: a pydantic model, if pydantic is installed."""
     if _is_pydantic(type(value)):
         return value.model_dump(mode="json", by_alias=True, round_trip=True)
-    raise TypeError(f"there is no way to write a {type(value).__module__}.{type(value).__qualname__}")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be encoded")
 
 
 def _decode_other(type: Any, value: Any) -> Any:
@@ -175,16 +175,16 @@ def _decode_other(type: Any, value: Any) -> Any:
         return type.model_validate_json(msgspec.json.encode(value))
     if type is object:
         return value
-    raise TypeError(f"there is no way to read a {_shown(type)}")
+    raise TypeError(f"a {_shown(type)} cannot be decoded")
 
 
 def _is_pydantic(type: Any) -> bool:
-    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported it.
+    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported pydantic.
     return model is not None and isinstance(type, model.__class__)
 
 
 def _depth(data: bytes) -> int:
-    """How deep a JSON text goes."""
+    """Return the depth of nested lists and objects in a JSON text."""
     deepest = depth = 0
     for bracket in re.findall(rb"[\[\]{}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", data)):
         depth += 1 if bracket in b"[{" else -1

@@ -10,7 +10,7 @@ from holdfast._core.jobs import Outcome, Value
 
 
 class EventKind(StrEnum):
-    """What can happen to a job. A queue's totals count exactly these."""
+    """What can happen to a job. The totals of a queue count these."""
 
     ENQUEUED = "enqueued"
     UPDATED = "updated"
@@ -34,35 +34,35 @@ POLL_INTERVAL_S = 1.0
 
 STARTS = frozenset({EventKind.ENQUEUED, EventKind.PROMOTED})
 ENDS = frozenset({EventKind.COMPLETED, EventKind.FAILED, EventKind.CANCELLED, EventKind.PURGED})
-"""Every start has one end, once nothing of the queue is live: `audit` checks that the totals say so."""
+"""Ends of a job. When no job of a queue is live, it had as many ends as starts: `audit` compares the totals."""
 ENDS_A_WAIT = ENDS | {EventKind.CANCEL_ASKED, EventKind.FORGOTTEN}
 RETURNS = frozenset({EventKind.RETRIED, EventKind.TIMED_OUT, EventKind.STALLED, EventKind.RELEASED})
 MAKES_READY = STARTS | RETURNS | {EventKind.UPDATED}
 
 
 class Event(Value, frozen=True):
-    """A hint that something happened. Hints may be lost, repeated or late; the record is the truth."""
+    """A notification that something happened. It may be lost, repeated or late; only the record is certain."""
 
     kind: EventKind
     queue: str
     id: str
     generation: int
     run_at: int = 0
-    """When the job is due, where the event left it waiting."""
+    """When the job is due, if the event left it waiting; else 0."""
     outcome: Outcome | None = None
-    """How the generation ended, if the storage sends that to waiters and it is small."""
+    """Outcome of the generation, if the storage sends it to waiters and it is small."""
 
     @property
     def happened(self) -> bool:
-        """Something is known to have happened. Else it only means: look."""
+        """Whether this describes a change. If not, it only asks the listener to read the record."""
         return self.generation != 0 or self.kind not in (EventKind.UPDATED, EventKind.CANCELLED)
 
 
 class Topic(Value, frozen=True):
-    """What a listener receives: a queue's jobs that became ready, jobs that ended (or one of them), or all events.
+    """The events that a listener receives: of jobs that became ready, of jobs that ended, or all; of one id if given.
 
-    `ends` of one id is for waiters, who have asked for its outcome to be kept. `wake` is for workers: like `ready`, but
-    a storage may notify only one of all listeners, and may leave out the job.
+    `ends` with an id is for waiters. `wake` is for workers: like `ready`, but a storage may notify only one of all
+    listeners, and may omit the job.
     """
 
     queue: str
@@ -78,7 +78,7 @@ class Topic(Value, frozen=True):
 
 
 class Events(Protocol):
-    """The events of a subscription, one after the other."""
+    """The events of a subscription, in order of arrival."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 

@@ -1,8 +1,8 @@
 """The extension of a record: optional fields, stored as tagged entries behind one flag.
 
-An entry is a tag and its bytes. Tags below `FIRST_WORK_TAG` describe the record and stay with its generation; tags from
-there on describe the work and travel with the payload: an update that takes the payload takes them too. A reader keeps
-entries whose tag it does not know. A record without entries stores nothing.
+An entry is a tag and its bytes. Tags below `FIRST_WORK_TAG` describe the record and last as long as its generation;
+higher tags describe the work, and an update that replaces the payload replaces them. A reader keeps entries whose tag
+it does not know. A record without entries stores nothing.
 
 Stored form of an entry: tag (1 byte), length (4 bytes, little-endian), value. Tags ascend.
 """
@@ -38,7 +38,7 @@ def ascends(entries: Extension, first: int, last: int) -> bool:
 
 
 def split_extension(entries: Iterable[tuple[int, bytes]]) -> tuple[Extension, Extension]:
-    """Sort entries by tag and return those of the record and those of the work. The first of two with one tag stays."""
+    """Sort entries by tag; return those of the record and those of the work. The first of two with one tag is kept."""
     unique: dict[int, bytes] = {}
     for tag, value in entries:
         unique.setdefault(tag, value)
@@ -54,19 +54,16 @@ def pack_extension(entries: Extension) -> bytes:
 
 
 def unpack_extension(data: bytes) -> Extension:
-    """Read the stored form. Raises ValueError for bytes that are not one."""
+    """Decode the stored form. Raises ValueError for other bytes."""
     entries: list[tuple[int, bytes]] = []
     at = 0
     while at < len(data):
-        if len(data) - at < _HEAD.size:
-            raise ValueError("an entry of the extension is cut off")
-        tag, length = _HEAD.unpack_from(data, at)
-        at += _HEAD.size
-        value = data[at : at + length]
-        at += length
-        if len(value) < length:
+        begin = at + _HEAD.size
+        tag, length = _HEAD.unpack_from(data, at) if begin <= len(data) else (0, 0)
+        at = begin + length
+        if at > len(data):
             raise ValueError("an entry of the extension is cut off")
         if tag <= (entries[-1][0] if entries else 0):
             raise ValueError("the tags of an extension do not ascend")
-        entries.append((tag, value))
+        entries.append((tag, data[begin:at]))
     return tuple(entries)

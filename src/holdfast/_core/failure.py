@@ -1,5 +1,6 @@
-"""Failures as data: what is stored of an exception, and what a fail handler's job carries. Reading an exception never
-fails, whatever its class does.
+"""Failures as data: the stored form of an exception, and the payload of a fail handler's job.
+
+Reading an exception never raises, also if a method of its class does.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from holdfast._core.options import to_at, to_ms
 from holdfast.errors import JobError, Retry
 
 MAX_MESSAGE = 4_096
-"""Characters of an error's message that are stored: the first ones."""
+"""Maximum number of characters of a stored message; the rest at its end is cut off."""
 MAX_TRACEBACK = 16_384
-"""Characters of a traceback that are stored: the last ones."""
+"""Maximum number of characters of a stored traceback; the rest at its beginning is cut off."""
 MAX_FOLLOW_UP_BYTES = 524_288
-"""A failed job's payload travels to its fail handler unless it is larger; then the handler's run looks it up."""
+"""Maximum size of a payload in the job of a fail handler, which reads a larger one from the failed record."""
 
 _hidden_files = {concurrent.futures.thread.__file__}
-"""Files whose frames are the same for every run, and are left out of stored tracebacks."""
+"""Files whose frames are the same for every run. Stored tracebacks omit them."""
 
 
 def hide_frames_of(file: str) -> None:
-    """Leave the frames of this file out of stored tracebacks: for the modules that call handlers, at import."""
+    """Omit the frames of this file from stored tracebacks. Modules that call handlers do this at import."""
     _hidden_files.add(file)
 
 
@@ -36,23 +37,25 @@ def error_from_exception(error: BaseException, kind: Literal["permanent", "retri
     try:
         message = str(error)
     except Exception:
-        message = "(its message could not be made)"
-    text = _traceback(error)
+        message = "(str() of the exception raised)"
     details = safe_getattr(error, "details")
-    if details is not None:
-        try:
-            if len(msgspec.json.encode(details)) > MAX_TRACEBACK:
-                details = None
-        except (TypeError, ValueError, RecursionError):
-            details = None
-    name = type(error).__qualname__
+    try:
+        fits = len(msgspec.json.encode(details)) <= MAX_TRACEBACK
+    except (TypeError, ValueError, RecursionError):
+        fits = False
     return truncate_error(
-        JobError(type=name, message=_clean(message), kind=kind, traceback=_clean(text), details=details)
+        JobError(
+            type=type(error).__qualname__,
+            message=_clean(message),
+            kind=kind,
+            traceback=_clean(_traceback(error)),
+            details=details if fits else None,
+        )
     )
 
 
 def safe_getattr(error: BaseException, name: str) -> Any:
-    """An attribute of any exception; None if it has none, or if reading it fails."""
+    """Return an attribute of an exception; None if it does not exist, or if reading it raises."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -60,18 +63,18 @@ def safe_getattr(error: BaseException, name: str) -> Any:
 
 
 def _traceback(error: BaseException) -> str:
-    """A traceback without the frames that are the same for every run."""
+    """Return the traceback as text, without the frames that are the same for every run."""
     try:
         shown = traceback.TracebackException.from_exception(error)
         for part in _parts(shown):
             part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _hidden_files])
         return "".join(shown.format())
     except Exception:
-        return "(its traceback could not be made)"
+        return "(formatting the traceback raised)"
 
 
 def _parts(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """A traceback, and those of what caused it."""
+    """Yield a traceback and those of its causes, contexts and grouped exceptions."""
     yield shown
     for other in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
         if other is not None:
@@ -79,12 +82,12 @@ def _parts(shown: traceback.TracebackException) -> Iterator[traceback.TracebackE
 
 
 def _clean(text: str) -> str:
-    """Text that can be written: a lone surrogate cannot."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def retry_time(error: BaseException) -> tuple[int | None, int | None]:
-    """When the error says that the job should run again."""
+    """Return the delay in milliseconds, or else the wall time, at which the error asks the job to run again."""
     if isinstance(error, Retry):
         delay_ms = None if error.delay is None else to_ms("Retry's delay", error.delay)
         return delay_ms, None if error.at is None else to_at("Retry's at", error.at)
@@ -101,7 +104,7 @@ def encode_error(error: JobError) -> bytes:
 
 
 def decode_error(data: bytes | None) -> JobError:
-    """The error in a record; one that another program wrote there becomes an `Error` with its text."""
+    """Decode the error of a record. Bytes that are not a `JobError` become the message of an error of type `Error`."""
     try:
         return msgspec.json.decode(data or b"", type=JobError)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -116,11 +119,11 @@ def truncate_error(error: JobError) -> JobError:
 
 
 HISTORY = ("run_at", "attempts", "retries", "stalls", "timeouts")
-"""Fields of a failed job that its fail handler gets."""
+"""Fields of a failed job that the payload of its fail handler's job repeats."""
 
 
 class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
-    """The payload of a fail handler's job. Its own id names the failed job: `id@generation`."""
+    """The payload of a fail handler's job. The id of that job names the failed job: `id@generation`."""
 
     error: JobError
     run_at: int
@@ -130,13 +133,12 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: int
     codec: str
     form: Literal["json", "base64", "left"]
-    """How the payload travels: as the JSON that it is, as bytes, or not at all, because it is large. Then it is still
-    in the failed record."""
+    """Form of `payload`: the JSON itself, base64 of other bytes, or left in the failed record because of its size."""
     payload: msgspec.Raw
 
 
 def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
-    """The job of the fail handler. It keeps its priority."""
+    """Return the work of the fail handler's job. It has the priority of the failed job."""
     payload = job.work.payload or b""
     form: Literal["json", "base64", "left"] = "base64"
     if not carry or len(payload) > MAX_FOLLOW_UP_BYTES:
@@ -155,7 +157,7 @@ def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
 
 
 def _is_json(payload: bytes) -> bool:
-    """Raw JSON goes out as it came in: what is not JSON would spoil the whole."""
+    """Return whether a payload can be embedded as raw JSON; other bytes would make the whole follow-up invalid."""
     try:
         msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

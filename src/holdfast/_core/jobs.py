@@ -1,7 +1,7 @@
-"""The values of Holdfast: records, requests, leases and settlements. What verbs reply is in replies.py.
+"""The values of Holdfast: records, requests, leases and settlements. The replies of verbs are in replies.py.
 
 Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
-Payloads, results and errors are bytes that no storage looks into.
+Payloads, results and errors are bytes that no storage decodes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 from holdfast._core.extension import Extension
 
 MAX_MS = 10 * 365 * 24 * 3_600_000
-"""No delay and no time to live is longer than ten years."""
+"""Maximum delay and time to live: ten years."""
 
 At = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-"""A point in time or a stamp: as much as a double holds exactly."""
+"""A point in time or a stamp; a double represents it exactly."""
 WallAt = Annotated[int, msgspec.Meta(ge=1, lt=4_102_444_800_000_000)]
-"""A wall time that a caller gives, before the year 2100: one in nanoseconds is caught here."""
+"""A wall time from a caller, before the year 2100. This rejects a time in nanoseconds."""
 Ms = Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Limit = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
@@ -31,15 +31,15 @@ CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=40)]
 
 DEFAULT_PRIORITY = 5
 PRIORITIES = range(10)
-"""Higher first."""
+"""All priorities. The job with the highest number is claimed first."""
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A frozen value. Array-like: it is stored by position, so fields are only ever added at the end."""
+    """A frozen value. It is stored as an array, so a new field is always the last one."""
 
 
 class State(StrEnum):
-    """The five states that are stored. Everything else people say of a job is a view of these."""
+    """The five stored states of a job."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -53,25 +53,25 @@ FINISHED = frozenset({State.COMPLETED, State.FAILED, State.CANCELLED})
 
 
 class Work(Value, frozen=True):
-    """What a request asks to be done. These fields travel together: an update takes all of them or none."""
+    """The work that a request asks for. An update replaces all of these fields, or none."""
 
     payload: bytes | None
-    """None only in an operator's retry and in a completed record, which drops its payload."""
+    """None in an operator's retry, and in a completed record, which drops its payload."""
     codec: CodecName = "json"
     priority: Priority = DEFAULT_PRIORITY
     timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_MS)] | None = None
-    """This and the limits below: None means the handler's own, looked up when the job is claimed."""
+    """Timeout of a run. None, here and in the fields below, means the value of the handler."""
     max_retries: Limit | None = None
     max_stalls: Limit | None = None
     max_timeouts: Limit | None = None
     result_ttl_ms: Ms | None = None
     dedup_ttl_ms: Ms | None = None
     extension: Extension = ()
-    """Optional fields that travel with the payload: tags from `FIRST_WORK_TAG` on."""
+    """Optional fields that belong to the payload: tags from `FIRST_WORK_TAG` on."""
 
 
 class Next(Value, frozen=True):
-    """The request that arrived while its job ran: it follows the run, or is merged into the run's retry."""
+    """The request that arrived while its job ran. It runs after this run, or is merged into the retry of this run."""
 
     generation: At
     work: Work
@@ -84,64 +84,64 @@ class Next(Value, frozen=True):
 
 
 class StoredLease(Value, frozen=True):
-    """The lease of a running job, and what may only exist while it runs."""
+    """The lease of a running job, and the fields that exist only while it runs."""
 
     worker: str
     fence: At
     lease_ms: Ms
     until_at: At
-    """The lease's deadline; once overdue, the time from which sweep takes the job back."""
+    """Deadline of the lease; of an overdue one, the time from which a sweep takes the job back."""
     overdue: bool = False
-    """A sweep has seen the deadline pass. The holder's next extend clears this."""
+    """A sweep found the lease past its deadline. The next extend clears this."""
     cancel_asked: bool = False
     next: Next | None = None
     progress: bytes | None = None
 
 
 class Outcome(Value, frozen=True):
-    """What a generation ended in."""
+    """How a generation ended."""
 
     generation: At
     state: State
     ended_at: At
     forget_at: At
-    """From here on the outcome does not exist to any verb."""
+    """Time from which no verb sees the outcome."""
     dedup_at: At = 0
-    """Until here a completed id answers `keep` from its cache."""
+    """Time until which a completed id answers a request with this outcome, unless the request updates it."""
     result: bytes | None = None
     codec: CodecName = "json"
     error: bytes | None = None
 
 
 class Job(Value, frozen=True):
-    """One record: all that is known of an id in a queue. It is waiting, or it has a `run`, or it has an `outcome`."""
+    """One record: the stored state of an id in a queue. It has a `run`, or an `outcome`, or it waits."""
 
     id: str
     work: Work
     generation: At
-    """The stamp of the request that the record stands for."""
+    """Stamp of the request that the record stands for: the time when the request was made."""
     run_at: At
     arrival: At
-    """The stamp at which `run_at` was last set: it orders jobs that are due at the same instant."""
+    """Stamp at which `run_at` was last set. It orders jobs that are due at the same time."""
     wall_at: At = 0
-    """An absolute `run_at` as its caller gave it, in wall time; 0 where run_at is the queue's own reckoning."""
+    """The absolute `run_at` of the caller, in wall time; 0 if `run_at` was computed from a delay."""
     custom_id: bool = False
-    """The caller chose the id, so completing is worth remembering."""
+    """The caller chose the id, so the job is remembered when it has completed."""
     attempts: Count = 0
-    """Runs started since the last promotion or restart. Limits nothing."""
+    """Number of runs started since the last restart or promotion. No limit applies to it."""
     retries: Count = 0
     stalls: Count = 0
     timeouts: Count = 0
     error: bytes | None = None
-    """Why the last run did not complete."""
+    """Error of the last run that did not complete."""
     run: StoredLease | None = None
     outcome: Outcome | None = None
     previous: Outcome | None = None
-    """How the generation before this one ended, until its own forget time."""
+    """Outcome of the generation before this one, until its forget time."""
     keep_ms: Ms | None = None
-    """How long to remember the end of this job, if `keep` was called while it was live."""
+    """How long to remember the outcome, if `keep` was called while the job was live."""
     keep_until_at: At = 0
-    """Remember the end at least until here, for a waiter."""
+    """Time until which the outcome is remembered at least, for a waiter."""
     extension: Extension = ()
     """Optional fields of this generation: tags below `FIRST_WORK_TAG`."""
 
@@ -160,11 +160,6 @@ class Job(Value, frozen=True):
         return self.work.priority
 
     @property
-    def created_at(self) -> int:
-        """When the request that this record stands for was made."""
-        return self.generation
-
-    @property
     def worker(self) -> str | None:
         return None if self.run is None else self.run.worker
 
@@ -174,7 +169,7 @@ class Job(Value, frozen=True):
 
     @property
     def deferred(self) -> bool:
-        """A request waits for the present run to end."""
+        """Whether another request waits for the present run to end."""
         return self.run is not None and self.run.next is not None
 
 
@@ -182,17 +177,17 @@ _SORTED = bytes.maketrans(
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/",
     b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz~",
 )
-"""From base64's letters to those that sort as the bits do."""
+"""Translation from the alphabet of base64 to one that sorts like the encoded bits."""
 
 
 def new_id() -> str:
-    """Return a new unique id that sorts by the time it was made: 22 characters, 80 random bits."""
+    """Return a new unique id that sorts by its time of creation: 22 characters, 80 random bits."""
     bits = (time.time_ns() // 1_000_000).to_bytes(6) + os.urandom(10)
     return binascii.b2a_base64(bits, newline=False).translate(_SORTED)[:22].decode()
 
 
 class Update(Value, frozen=True):
-    """How a request changes an id that is there already.
+    """How a request changes a job whose id exists.
 
     `run_at="if_later"` takes the later of the two times, `"if_earlier"` the earlier, False keeps the old one.
     `reset_counts` zeroes retries, stalls and timeouts; by default it follows `payload`.
@@ -215,14 +210,14 @@ class Request(Value, frozen=True):
     run_at: WallAt | None = None
     delay_ms: Ms | None = None
     update: Update | None = None
-    """None keeps what is there."""
+    """How the request changes a job whose id exists; None keeps that job."""
     custom_id: bool = False
     keep_ms: Ms = 0
-    """The caller will wait for the outcome: remember it for at least this long from now."""
+    """Minimum time from now for which the outcome is remembered, for a caller that waits; 0 if none waits."""
 
 
 class Complete(Value, frozen=True, tag="complete"):
-    """The run did its work. With both lengths 0 and without a waiter, the record is dropped."""
+    """The run completed the job. The record is deleted if both lengths are 0 and no caller waits."""
 
     id: str
     fence: At
@@ -233,7 +228,7 @@ class Complete(Value, frozen=True, tag="complete"):
 
 
 class Fail(Value, frozen=True, tag="fail"):
-    """The job is given up. `follow_up` is enqueued into the queue's `/failed` companion in the same step."""
+    """The job failed. The same step enqueues `follow_up` for the fail handler, in the queue `<queue>/failed`."""
 
     id: str
     fence: At
@@ -243,8 +238,8 @@ class Fail(Value, frozen=True, tag="fail"):
 
 
 class RetrySettlement(Value, frozen=True, tag="retry"):
-    """The job is to run again, after `delay_ms` or at `run_at` (wall time); `counts` names the count to raise. After a
-    stall without a delay it keeps its place."""
+    """The job runs again, after `delay_ms` or at `run_at` (wall time). `counts` names the count to increase. After a
+    stall without a delay the job keeps its place."""
 
     id: str
     fence: At
@@ -255,7 +250,7 @@ class RetrySettlement(Value, frozen=True, tag="retry"):
 
 
 class Release(Value, frozen=True, tag="release"):
-    """The job goes back to its place, uncounted, as if the run had not been."""
+    """The job goes back to its place in the queue. The run does not count."""
 
     id: str
     fence: At
@@ -265,7 +260,7 @@ Settlement = Complete | Fail | RetrySettlement | Release
 
 
 class LeaseRef(Value, frozen=True):
-    """The right of one worker to run a job, as `extend` names it."""
+    """Identifies a lease for `extend`, with the progress to store."""
 
     id: str
     fence: At

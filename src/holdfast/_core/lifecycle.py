@@ -1,12 +1,11 @@
 """The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
 
-tools/transitions.py has the whole life as a table: docs/machine.md is drawn from it, and tests hold every function to
-it. A function takes a record (None: there is none) and returns a `Step`: the new record and the kinds of events. Memory
-and SQLite run these functions; lifecycle.lua mirrors them name for name.
+tools/transitions.py has all transitions as a table; docs/machine.md is drawn from it, and tests compare every function
+with it. A function takes a record (None if there is none) and returns a `Step`: the new record and the kinds of events.
+Memory and SQLite run these functions; lifecycle.lua mirrors them name for name.
 
-The extension of the work (`Work.extension`) travels with the payload, by the same rules; a completed record keeps it.
-The extension of the record (`Job.extension`) lives as long as its generation: claim, extend, keep and every settlement
-leave it, and whatever gives the record a new generation clears it (a restart, a promotion, an update, a merge).
+`Work.extension` follows the same rules as the payload, but a completed record keeps it. `Job.extension` lasts as long
+as the generation: a restart, a promotion, an update and a merge clear it.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 RESULT_TTL_MS = 3_600_000
 """Default time for which an outcome is remembered."""
 CANCELLED_TTL_MS = 60_000
-"""A cancelled record is remembered at least this long."""
+"""Minimum time for which a cancelled record is remembered."""
 WAITED_MS = 10_000
 """Minimum time an outcome with a waiter is kept after the job ended."""
 FAILURE_TTL_MS = 7 * 24 * 3_600_000
-"""How long a failure is listed and can be retried by hand."""
+"""How long a damaged record is listed as failed and can be retried."""
 MAX_STALL_DELAY_MS = 300_000
-"""Upper limit of the delay of a job that stalls again and again."""
+"""Maximum delay of a job that stalls repeatedly."""
 DAMAGED = b'{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
-"""The error of a garbled record: it reads as failed, and an operator may retry it with the rest of its payload."""
+"""Error of a record that cannot be decoded. It reads as failed; an operator may retry it if its payload is left."""
 
 
 class Step(jobs.Value, frozen=True):
-    """The record after an event (None: there is none any more), and what happened."""
+    """The record after a transition (None if it is deleted), and the kinds of events."""
 
     job: Job | None
     kinds: tuple[EventKind, ...] = ()
 
 
 _Due = tuple[int, int, int]
-"""When a request is due: `run_at`, `arrival` and `wall_at`, as a `Job` has them."""
+"""When a request is due: `run_at`, `arrival` and `wall_at` as in `Job`."""
 
 
 def forgotten(job: Job, now: int) -> bool:
-    """Return whether a record is past its forget time: no verb sees it any more, also if no sweep has deleted it."""
+    """Return whether a record is past its forget time. No verb sees it then, even before a sweep deletes it."""
     return job.outcome is not None and job.outcome.forget_at <= now
 
 
 def tidy(job: Job, now: int) -> Job:
-    """Drop a previous outcome that is past its own forget time. Every write does this first."""
+    """Drop a previous outcome that is past its forget time. Every write does this first."""
     if job.previous is not None and job.previous.forget_at <= now:
         return replace(job, previous=None)
     return job
@@ -101,7 +100,7 @@ def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp
 
 
 def new_generation(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> Job:
-    """Return the record of a new generation, of a new id (`job` is None) or of one that has finished."""
+    """Return the record of a new generation, for a new id (`job` is None) or a finished job."""
     run_at, arrival, wall_at = _due(request, time, stamp)
     started = Job(request.id, work, stamp, run_at, arrival, wall_at, request.custom_id)
     if job is not None:
@@ -121,7 +120,7 @@ def _update_waiting(
 def _update_running(
     job: Job, run: jobs.StoredLease, request: Request, update: jobs.Update, time: QueueTime, stamp: int
 ) -> tuple[Step, Enqueued]:
-    """Set or update `next`. It always carries a full request; the `takes_…` fields only tell a merge what to take."""
+    """Set or update `next`. It has a full request; its fields `takes_…` and `resets_counts` are rules for a merge."""
     due, old = _due(request, time, stamp), run.next
     if old is not None:
         due = _choose(update.run_at, _due_of(old), due, time)
@@ -151,7 +150,7 @@ def _due_of(job: Job | Next) -> _Due:
 
 
 def _choose(rule: bool | Literal["if_later", "if_earlier"], old: _Due, new: _Due, time: QueueTime) -> _Due:
-    """The time that a rule takes, of two, both as the corrected clock has them."""
+    """Choose one of two times by a rule, after both were moved to the corrected clock."""
     (old_at, *_), (new_at, *_) = old, new = _as_placed(old, time), _as_placed(new, time)
     takes_new = new_at > old_at if rule == "if_later" else new_at < old_at if rule == "if_earlier" else rule
     return new if takes_new else old
@@ -168,7 +167,7 @@ def _waited_for(job: Job, request: Request, now: int) -> Job:
 
 
 def _regenerate(job: Job, generation: int, work: Work, due: _Due, resets_counts: bool) -> Job:
-    """Let a waiting job stand for another request. The extension of the record ends with its generation."""
+    """Give a waiting job the generation of another request. The extension of the record ends with its generation."""
     if resets_counts:
         job = replace(job, retries=0, stalls=0, timeouts=0, error=None)
     run_at, arrival, wall_at = due
@@ -177,7 +176,7 @@ def _regenerate(job: Job, generation: int, work: Work, due: _Due, resets_counts:
 
 
 def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
-    """Stop a job: at once if it waits, by asking its worker if it runs. Drops the request in `next` either way."""
+    """Cancel a waiting job, or ask the worker of a running one to stop it. Drops the request in `next`."""
     if job is None or forgotten(job, now):
         return Step(job), CancelResult.MISSING
     if job.outcome is not None:
@@ -191,7 +190,7 @@ def cancel(job: Job | None, now: int) -> tuple[Step, CancelResult]:
 
 
 def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, KeepResult]:
-    """Change how long an outcome is remembered; `at_least` is a waiter's, and never shortens anything."""
+    """Change how long an outcome is remembered. `at_least` is for waiters: it never shortens the time."""
     if job is None or forgotten(job, now):
         return Step(job), KeepResult.MISSING
     until = now + 1000 * ttl_ms
@@ -210,24 +209,24 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, 
 
 
 def claim(job: Job, worker: str, lease_ms: int, time: QueueTime) -> Step:
-    """A waiting job that is due becomes a run with a fence of its own."""
+    """Start a run of a waiting job that is due: a lease with a new fence."""
     run = jobs.StoredLease(worker, time.stamp(), lease_ms, time.last_at + 1000 * lease_ms)
     return Step(replace(job, run=run, attempts=job.attempts + 1), (EventKind.CLAIMED,))
 
 
 def follow_clock(job: Job, time: QueueTime) -> Job:
-    """The job at the place that the corrected clock gives its absolute `run_at`; mostly, that is where it is."""
+    """Move the absolute `run_at` of a job to the corrected clock. Usually this changes nothing."""
     run_at = time.place(job.run_at, job.wall_at, job.arrival)
     return job if run_at == job.run_at else replace(job, run_at=run_at)
 
 
 def holds(job: Job | None, worker: str, fence: int) -> bool:
-    """Is this the job's current lease? The fence is the only judge, also past the deadline."""
+    """Return whether this is the current lease of the job. Only the fence decides, also past the deadline."""
     return job is not None and job.run is not None and job.run.fence == fence and job.run.worker == worker
 
 
 def extend(job: Job, lease: jobs.LeaseRef, lease_ms: int, now: int) -> Job:
-    """The holder is alive. Call only if it `holds` the lease."""
+    """Extend a lease. Call this only if the worker `holds` the lease."""
     assert job.run is not None
     progress = job.run.progress if lease.progress is None else lease.progress
     until = now + 1000 * lease_ms
@@ -235,7 +234,7 @@ def extend(job: Job, lease: jobs.LeaseRef, lease_ms: int, now: int) -> Job:
 
 
 def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
-    """End a lease. Call only if the settler `holds` it."""
+    """End a lease. Call this only if the worker `holds` the lease."""
     assert job.run is not None
     now = time.last_at
     if job.run.cancel_asked and not isinstance(settlement, jobs.Complete):
@@ -255,8 +254,8 @@ _RETRY_KINDS = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "time
 
 
 def expire(job: Job, time: QueueTime) -> Step:
-    """A lease past its deadline. The first sweep to see it only marks it: after an outage every living lease looks
-    expired, and its holder gets half a lease to show up. The sweep after that takes the job back."""
+    """Mark a lease past its deadline as overdue; take the job back if it was marked before. After an outage all leases
+    look expired, so a live worker gets another half of its lease to extend it."""
     run = job.run
     assert run is not None
     if not run.overdue:
@@ -265,8 +264,8 @@ def expire(job: Job, time: QueueTime) -> Step:
 
 
 def take_back(job: Job, time: QueueTime) -> Step:
-    """The run is given up as stalled. The job keeps its place in front, but from its second stall on it must wait:
-    sweep runs where no policy is, and a job that kills its workers must not kill them all."""
+    """End a run as stalled. The job keeps its place in front, but from its second stall on it is delayed: a sweep knows
+    no policy, and a job that kills its workers must not kill all of them in a row."""
     run = job.run
     assert run is not None
     if run.cancel_asked:
@@ -279,7 +278,7 @@ def take_back(job: Job, time: QueueTime) -> Step:
 
 
 def _counted(job: Job, retry: jobs.RetrySettlement, time: QueueTime) -> Job:
-    """A stall that need not wait keeps the job's place in front, as an expired lease does."""
+    """Apply the counts and the delay of a retry. A stall without a delay keeps the job's place in front."""
     counted = replace(
         job,
         retries=job.retries + (retry.counts == "retries"),
@@ -296,7 +295,7 @@ def _counted(job: Job, retry: jobs.RetrySettlement, time: QueueTime) -> Job:
 
 
 def _again(job: Job, run: jobs.StoredLease, back: Job, kind: EventKind, time: QueueTime) -> Step:
-    """The job waits again, with the settlement applied. The request in `next` is merged in by its rules."""
+    """Make a job wait again, with the settlement applied. Merges the request in `next` by its rules."""
     back = replace(back, run=None)
     following = run.next
     if following is None:
@@ -307,7 +306,7 @@ def _again(job: Job, run: jobs.StoredLease, back: Job, kind: EventKind, time: Qu
 
 
 def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
-    """The generation is over. What is in `next` takes its place, else the outcome is remembered for its time."""
+    """End the generation. Promote the request in `next`; without one, remember the outcome until `forget_at`."""
     following = None if job.run is None else job.run.next
     remembered = outcome.forget_at > now
     if following is not None:
@@ -347,13 +346,13 @@ def _cancelled(job: Job, now: int) -> Outcome:
 
 
 def _forget_at(job: Job, ttl_ms: int, now: int) -> int:
-    """Return the forget time. A waiter gets at least `WAITED_MS`, also if the clock has jumped ahead."""
+    """Return the forget time. With a waiter it is at least `WAITED_MS` from now, also if the clock has jumped ahead."""
     until = now + 1000 * (ttl_ms if job.keep_ms is None else job.keep_ms)
     return max(until, job.keep_until_at, now + 1000 * WAITED_MS) if job.keep_until_at else until
 
 
 def damaged(id: str, payload: bytes | None, now: int) -> Job:
-    """What a record that cannot be read is taken for: failed, with whatever is left of its payload."""
+    """Return the record to use for one that cannot be decoded: failed, with its payload if that is left."""
     outcome = Outcome(now, State.FAILED, now, now + 1000 * FAILURE_TTL_MS, error=DAMAGED)
     return Job(id, Work(payload), now, now, now, outcome=outcome)
 
@@ -362,7 +361,7 @@ def damaged(id: str, payload: bytes | None, now: int) -> Job:
 
 
 class Answer(Enum):
-    """What a record says to a waiter, where it is not an outcome."""
+    """The answer of a record to a waiter if it is not an outcome."""
 
     PENDING = "a live request will answer"
     DROPPED = "a cancel dropped the request"
@@ -370,17 +369,16 @@ class Answer(Enum):
 
 
 def answer(job: Job | None, generation: int) -> Outcome | Answer:
-    """Return the answer of a record, as `get` gave it, to a waiter for `generation`: the oldest outcome that is not
-    older than the waiter's request; else PENDING while a live request can still answer."""
+    """Return the answer of a record to a waiter for `generation`: the oldest outcome of this generation or a later one;
+    else PENDING while a live request can still answer."""
     if job is None:
         return Answer.FORGOTTEN
     for outcome in (job.previous, job.outcome):
         if outcome is not None and outcome.generation >= generation:
             return outcome
-    if job.outcome is None and (job.generation >= generation or _next_generation(job) >= generation):
-        return Answer.PENDING
-    return Answer.DROPPED
+    return Answer.PENDING if job.outcome is None and newest_generation(job) >= generation else Answer.DROPPED
 
 
-def _next_generation(job: Job) -> int:
-    return 0 if job.run is None or job.run.next is None else job.run.next.generation
+def newest_generation(job: Job) -> int:
+    """Return the generation of the newest request: the one in `next`, or that of the record."""
+    return job.generation if job.run is None or job.run.next is None else job.run.next.generation

@@ -1,4 +1,4 @@
-"""What the verbs of a storage reply.
+"""The replies of the verbs of a storage.
 
 Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
 """
@@ -21,49 +21,51 @@ class Placed(StrEnum):
 
 
 class Enqueued(Value, frozen=True):
-    """The reply to one request. `generation` is the one that its caller waits for."""
+    """The reply to one request. `generation` is the one that a waiter waits for."""
 
     id: str
     placed: Placed | None
-    """None: the request brought no payload and the record had none to lend. Nothing was changed."""
+    """None if neither the request nor the record has a payload. Nothing was changed then."""
     generation: int = 0
     state: State | None = None
-    """The state that the request met, where there was a record."""
+    """State of the record before the request; None if there was no record."""
     outcome: Outcome | None = None
-    """The cached outcome, with `Placed.COMPLETED`."""
+    """The remembered outcome, with `Placed.COMPLETED`."""
 
 
 class Claim(Value, frozen=True):
-    """Jobs to run now, each with its lease, and when it is worth asking again. All times are the queue's."""
+    """Jobs to run now, each with its lease, and the time of the next claim. All times are queue time."""
 
     jobs: list[Job]
     now: int
     next_run_at: int | None
-    """The earliest waiting job's time: in the past or present if there is more to claim at once."""
+    """When the earliest waiting job is due. It is not in the future if more jobs can be claimed now."""
     next_sweep_at: int | None
-    """When the next lease may have to be taken back."""
+    """When the next lease may have to be taken back by a sweep."""
     paused: bool = False
 
 
 class SettleResult(StrEnum):
+    """What a settlement did."""
+
     OK = "ok"
     LOST = "lost"
-    """The lease was not this caller's any more. Nothing was changed."""
+    """The caller did not hold the lease any more. Nothing was changed."""
 
 
 class Extended(Value, frozen=True):
-    """The leases among those named that are lost, and those whose job should stop."""
+    """The named leases that are lost, and those whose job was asked to stop."""
 
     lost: list[LeaseRef]
     cancel_asked: list[LeaseRef]
 
 
 class CancelResult(StrEnum):
-    """What a cancel did. Truthy only where the job will certainly not run (again)."""
+    """What a cancel did. Truthy only if the job will certainly not run (again)."""
 
     CANCELLED = "cancelled"
     ASKED = "asked"
-    """The job runs; its worker learns of the request with its next heartbeat."""
+    """The job runs. Its worker receives the cancel request with its next heartbeat."""
     FINISHED = "finished"
     MISSING = "missing"
 
@@ -72,15 +74,17 @@ class CancelResult(StrEnum):
 
 
 class KeepResult(StrEnum):
+    """What a keep did."""
+
     KEPT = "kept"
     LIVE = "live"
-    """The job has not ended; the length counts from its end (or, with `at_least`, from now)."""
+    """The job has not ended. The time counts from its end, or with `at_least` from now."""
     MISSING = "missing"
 
 
 class Page(Value, frozen=True):
-    """Some jobs, without payloads and results, and without errors, progress and entries of an extension of more than
-    4 KiB. `after` continues; None at the end."""
+    """Some jobs, without payloads and results, and without errors, progress and extension entries of more than 4 KiB.
+    `after` continues the scan; None at the end."""
 
     jobs: list[Job]
     after: str | None
@@ -88,11 +92,11 @@ class Page(Value, frozen=True):
 
 class Swept(Value, frozen=True):
     overdue: list[str]
-    """Leases seen past their deadline; their holders have half a lease to show up."""
+    """Ids of jobs whose lease is past its deadline. Their workers have another half of the lease to extend it."""
     stalled: list[str]
     forgotten: int
     more: bool
-    """The limit was reached: sweep again."""
+    """The limit of one sweep was reached: call it again."""
     next_sweep_at: int | None
 
 
@@ -110,9 +114,9 @@ class QueueStats(Value, frozen=True):
     paused: bool
     reason: str
     workers: list[str]
-    """Live workers that say they serve this queue."""
+    """Names of the live workers that serve this queue."""
     totals: dict[str, int]
-    """How often each event has happened, since the queue was made; rates are differences of these."""
+    """How often each event has happened since the queue was created. A rate is the difference of two readings."""
 
 
 WorkerFacts = dict[str, str | int | list[str]]
@@ -133,26 +137,26 @@ class Snapshot(Value, frozen=True):
 
 
 class StorageInfo(Value, frozen=True):
-    """What a storage is, and what it keeps."""
+    """Description of a storage for operators."""
 
     name: str
-    """What it is and where, without secrets."""
+    """Kind and place of the storage, without secrets."""
     now: int
     keeps: str
-    """What survives a kill, and a power cut."""
+    """What survives a kill of the process or the server, and a power cut."""
     facts: dict[str, str]
     warnings: list[str]
-    """What an operator should change."""
+    """Settings that an operator should change."""
 
 
 class WorkerCommands(Value, frozen=True):
-    """The commands for a worker, sent when it announces itself."""
+    """Commands for a worker: the reply to its announcement."""
 
     evict: bool
 
 
 class Problem(Value, frozen=True):
-    """A broken invariant. `kind` is one of the audit's list in docs/invariants.md."""
+    """A broken invariant. docs/invariants.md lists the kinds."""
 
     kind: str
     queue: str

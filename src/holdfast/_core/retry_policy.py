@@ -1,7 +1,6 @@
-"""How a run is settled: limits, backoff, permanent or not, fail handler or not. Pure: no I/O, no clock, and the random
-generator is an argument. The storage obeys what is decided here.
+"""How a run is settled: limits, backoff, permanent errors, fail handlers. Pure: the random generator is an argument.
 
-`admit` judges a job that was claimed, `verdict` a run that ended.
+`admit` decides whether a claimed job may run, `verdict` how an ended run is settled. The storage stores the decision.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from holdfast.errors import ErrorKind, JobError
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """How the jobs of one handler are run. A job's own limits go before these; None is no limit."""
+    """How the jobs of one handler are run. The limits of a job override these; a limit of None is no limit."""
 
     timeout_ms: int | None = 60_000
     max_retries: int | None = 10
@@ -29,27 +28,20 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     max_backoff_ms: int = 300_000
     result_ttl_ms: int = 3_600_000
     dedup_ttl_ms: int | None = None
-    """None is as long as the result."""
+    """None means the same as `result_ttl_ms`."""
     failure_ttl_ms: int = 7 * 86_400_000
     cancel_grace_ms: int = 1_000
     at_most_once: bool = False
     exclusive: bool = False
-    """No second run of an id may begin before the first has certainly ended."""
+    """The next run of an id starts only after its last run has certainly ended."""
     dies_with_storage: bool = False
-    """A run ends before its lease can have passed on."""
+    """A run is stopped before its lease can expire."""
     follows_up: bool = False
-    """There is a fail handler."""
-
-
-TASK = Policy()
-FAIL_HANDLER = Policy(max_retries=100, min_backoff_ms=10_000, max_backoff_ms=900_000)
-PULL = Policy(timeout_ms=None, max_retries=None, max_stalls=None, max_timeouts=None, min_backoff_ms=0)
-"""A pull queue has no limits unless it is given some."""
+    """The task has a fail handler: a failure enqueues a job for it."""
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the jobs of one queue are run: what a worker must know of a handler, and all that it knows of one in another
-    process."""
+    """How the jobs of one queue are run. It is all that a worker knows of a handler in a child process."""
 
     queue: str
     policy: Policy
@@ -62,18 +54,20 @@ StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]
 
 
 class Returned(Value, frozen=True, tag="returned"):
+    """The handler returned."""
+
     result: bytes | None
     codec: str = "json"
     result_ttl_ms: int | None = None
-    """Instead of the policy's."""
+    """Overrides the policy and the job."""
 
 
 class Raised(Value, frozen=True, tag="raised"):
-    """The handler raised, or its payload or its result was of no use."""
+    """The handler raised, or its payload could not be decoded, or its result could not be encoded."""
 
     error: JobError
     delay_ms: int | None = None
-    """It said itself when to run again: this, or `run_at`."""
+    """The delay of the retry, if the error names one; otherwise `run_at`, or the backoff of the policy."""
     run_at: int | None = None
     failure_ttl_ms: int | None = None
 
@@ -86,13 +80,13 @@ class TimedOut(Value, frozen=True, tag="timed out"):
 
 
 class Crashed(Value, frozen=True, tag="crashed"):
-    """The process of the run died. It is not known which of its runs was the cause."""
+    """The child process of the run died. Any run in that process may be the cause."""
 
     error: JobError
 
 
 class Stopped(Value, frozen=True, tag="stopped"):
-    """The run was stopped for a reason that is not its own."""
+    """The run was stopped from outside."""
 
     reason: Literal["cancel", "shutdown", "lease_lost", "neighbour", "not_started"]
 
@@ -101,59 +95,57 @@ Ended = Returned | Raised | TimedOut | Crashed | Stopped
 
 
 def admit(job: Job, policy: Policy) -> Fail | None:
-    """May a claimed job run? If it has stalled, timed out or been retried too often by now, it fails instead."""
+    """Return None if a claimed job may run. A job that stalled, timed out or was retried too often fails instead."""
     if not (job.stalls or job.timeouts or job.retries):
         return None
-    if _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) < 0:
+    if _left(job, "stalls", policy) < 0:
         error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {format_times(job.stalls)}")
-        return _fail(job, error, policy)
-    if _left(job.timeouts, job.work.max_timeouts, policy.max_timeouts, policy) < 0:
-        return _fail(job, _last(job, "timeout", f"it timed out {format_times(job.timeouts)}"), policy)
-    if _left(job.retries, job.work.max_retries, policy.max_retries, policy) < 0:
-        return _fail(job, _last(job, "retriable", f"it was retried {format_times(job.retries)}"), policy)
-    return None
+    elif _left(job, "timeouts", policy) < 0:
+        error = _last(job, "timeout", f"it timed out {format_times(job.timeouts)}")
+    elif _left(job, "retries", policy) < 0:
+        error = _last(job, "retriable", f"it was retried {format_times(job.retries)}")
+    else:
+        return None
+    return _fail(job, error, policy)
 
 
 def is_suspect(job: Job, policy: Policy) -> bool:
-    """Must it run alone? It has stalled twice, or may not stall again: perhaps it is what kills its processes, and
-    otherwise its neighbours must not be what fails it."""
-    if not job.stalls:
-        return False
-    return job.stalls >= 2 or _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) <= 0
+    """Return whether a job must run alone in its process: it stalled twice, or its next stall would fail it. It may be
+    the cause of the crashes; and if it is not, another job must not make it fail."""
+    return job.stalls >= 2 or (job.stalls == 1 and _left(job, "stalls", policy) <= 0)
 
 
 def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settlement:
-    """How to settle a run that ended. A limit of n allows n."""
+    """Decide how to settle a run that ended. A limit of n allows n retries, stalls or timeouts."""
     match ended:
         case Returned():
             return _complete(job, ended, policy)
         case Raised():
-            left = _left(job.retries, job.work.max_retries, policy.max_retries, policy)
-            if ended.error.kind == "permanent" or left <= 0:
+            if ended.error.kind == "permanent" or _left(job, "retries", policy) <= 0:
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = 0 if ended.run_at is not None else ended.delay_ms
             if delay_ms is None:
                 delay_ms = backoff_ms(job.retries, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
         case TimedOut():
-            if _left(job.timeouts, job.work.max_timeouts, policy.max_timeouts, policy) <= 0:
+            if _left(job, "timeouts", policy) <= 0:
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = backoff_ms(job.timeouts, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
         case Crashed():
-            if _left(job.stalls, job.work.max_stalls, policy.max_stalls, policy) <= 0:
+            if _left(job, "stalls", policy) <= 0:
                 return _fail(job, ended.error, policy)
             delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
             if policy.at_most_once and ended.reason not in ("cancel", "not_started"):
-                error = JobError(type="Stopped", kind="stall", message=f"it was started, and stopped by {ended.reason}")
+                error = JobError(type="Stopped", kind="stall", message=f"the run was stopped by {ended.reason}")
                 return _fail(job, error, policy)
             return Release(job.id, fence_of(job))
 
 
 def backoff_ms(count: int, policy: Policy, rng: random.Random) -> int:
-    """How long to wait before the next run: doubling, with jitter, never less than the policy's least."""
+    """Return the time before the next run. It doubles with each retry, with jitter, within the bounds of the policy."""
     base = min(policy.max_backoff_ms, policy.min_backoff_ms * 2 ** min(count, 40))
     least = max(policy.min_backoff_ms, min(base, policy.max_backoff_ms * 4 // 5))
     most = min(policy.max_backoff_ms, base * 5 // 4)
@@ -161,8 +153,8 @@ def backoff_ms(count: int, policy: Policy, rng: random.Random) -> int:
 
 
 def shrink_settlement(job: Job, refused: Settlement, policy: Policy, why: str) -> list[Settlement]:
-    """Ever smaller settlements in place of one that the storage refused, most likely as too large. A result that does
-    not fit fails its job; an error is cut, and at last left out."""
+    """Return ever smaller settlements to replace one that the storage refused, usually because of its size. A result
+    that does not fit fails its job; an error is shortened, and finally omitted."""
     if isinstance(refused, Release):
         return []
     if isinstance(refused, Complete):
@@ -191,7 +183,7 @@ def fence_of(job: Job) -> int:
 
 
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
-    """Remembered only if there is something to remember: a name, a result, or (the storage knows) who waits for it."""
+    """Complete a job. It is remembered if it has a chosen id or a result; a storage also remembers it for a waiter."""
     worth_it = job.custom_id or ended.result is not None or ended.result_ttl_ms is not None
     given = ended.result_ttl_ms if ended.result_ttl_ms is not None else job.work.result_ttl_ms
     result_ttl_ms = policy.result_ttl_ms if given is None else given
@@ -210,15 +202,16 @@ def _fail(job: Job, error: JobError, policy: Policy, failure_ttl_ms: int | None 
     return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work)
 
 
-def _left(count: int, of_job: int | None, of_policy: int | None, policy: Policy) -> float:
-    """How many more of what was counted are allowed; less than 0 if there were too many. A job's own limit goes before
-    the policy's, and a promise to run once before both."""
-    limit = 0 if policy.at_most_once else of_policy if of_job is None else of_job
-    return math.inf if limit is None else limit - count
+def _left(job: Job, count: Literal["retries", "stalls", "timeouts"], policy: Policy) -> float:
+    """Return how many more retries, stalls or timeouts a job may have; negative if it had too many. The limit of the
+    job overrides that of the policy, and `at_most_once` overrides both."""
+    of_job = getattr(job.work, f"max_{count}")
+    limit = 0 if policy.at_most_once else getattr(policy, f"max_{count}") if of_job is None else of_job
+    return math.inf if limit is None else limit - getattr(job, count)
 
 
 def _last(job: Job, kind: ErrorKind, message: str) -> JobError:
-    """The error of the last run, where there is one."""
+    """Return the error of the last run, with this kind; a new error with this message if the job has none."""
     if job.error is None:
         return JobError(type="LimitReached", kind=kind, message=message)
     return msgspec.structs.replace(decode_error(job.error), kind=kind)
