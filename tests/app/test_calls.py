@@ -554,7 +554,7 @@ async def test_a_wait_that_ends_leaves_the_job_alone(app: Holdfast[Any], gate: G
     async with app.worker():
         await until(lambda: gate.started)
         began = time.monotonic()
-        with pytest.raises(WaitTimeout, match=r"did not end within 0\.2 s; it goes on") as raised:
+        with pytest.raises(WaitTimeout, match=r"did not end within 0\.2 s; it continues") as raised:
             await handle.result(wait=0.2)
         assert 0.19 <= time.monotonic() - began < 2
         assert isinstance(raised.value, TimeoutError)

@@ -53,7 +53,7 @@ async def test_on_conflict_says_what_becomes_of_an_id_that_is_there(run: Run, ap
     await queue.enqueue(1, id="a")
     assert run("enqueue", "emails", "2", "--id", "a")[:2] == (0, "duplicate a\n")
     assert (await record(app, "emails", "a")).work.payload == b"1"
-    assert run("enqueue", "emails", "3", "--id", "a", "--on-conflict", "raise").says_no(1, "is there already")
+    assert run("enqueue", "emails", "3", "--id", "a", "--on-conflict", "raise").says_no(1, "already exists")
     assert run("enqueue", "emails", "4", "--id", "a", "--on-conflict", "update")[:2] == (0, "updated a\n")
     lease = await take(app)
     assert lease.payload == 4

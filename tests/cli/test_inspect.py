@@ -269,7 +269,10 @@ async def test_explain_knows_a_worker_that_has_no_room(run: Run, place: Place, a
         )
         go.set()
     assert first.lines[:2] == ["job-0 of emails: running", "  - it runs on worker postman, attempt 1"]
-    assert second.lines[:2] == ["job-1 of emails: waiting", "  - it is ready: the next worker with room takes it"]
+    assert second.lines[:2] == [
+        "job-1 of emails: waiting",
+        "  - it is ready: the next worker with free capacity claims it",
+    ]
     assert third.lines[:2] == ["job-2 of emails: waiting", "  - 1 job in front of it"]
 
 

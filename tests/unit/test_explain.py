@@ -39,7 +39,7 @@ def error(kind: Any = "retriable") -> bytes:
 
 
 def test_a_job_that_nothing_holds_up_is_ready() -> None:
-    assert told(job()) == ["it is ready: the next worker with room takes it"]
+    assert told(job()) == ["it is ready: the next worker with free capacity claims it"]
 
 
 def test_a_job_that_is_due_at_this_instant_is_not_scheduled() -> None:
@@ -56,7 +56,7 @@ def test_a_scheduled_job_says_when_in_utc_and_how_long_that_is() -> None:
 )
 def test_a_backoff_says_after_which_error(count: str, what: str) -> None:
     record = job(run_at=NOW + 90 * SECOND, error=error("timeout"), **{count: 1})
-    until = "it waits out a backoff until 2027-01-15 08:01:30 UTC (in 90 s)"
+    until = "it waits for its backoff until 2027-01-15 08:01:30 UTC (in 90 s)"
     assert told(record) == [f"{until}, after ValueError: no such user (timeout)", f"it has been {what}"]
 
 
@@ -117,7 +117,13 @@ async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.Monke
 def test_all_that_holds_a_job_up_is_told() -> None:
     record = job(run_at=NOW + SECOND, error=error(), retries=1)
     sentences = told(record, queue(paused=True, reason="no stamps"), ahead=3)
-    beginnings = ["it waits out a backoff", "the queue is paused: no stamps", "no live worker", "3 jobs", "it has been"]
+    beginnings = [
+        "it waits for its backoff",
+        "the queue is paused: no stamps",
+        "no live worker",
+        "3 jobs",
+        "it has been",
+    ]
     assert [bool(said.startswith(begins)) for said, begins in zip(sentences, beginnings, strict=True)] == [True] * 5
 
 
@@ -136,16 +142,16 @@ def test_the_lease_of_a_worker_that_is_not_announced_is_told() -> None:
 
 @pytest.mark.parametrize("record", [running(-5), running(-5, overdue=True)])
 def test_an_expired_lease_is_taken_back_soon(record: Job) -> None:
-    by = "its lease was to be extended by 2027-01-15 07:59:55 UTC (5.0 s ago)"
-    assert told(record)[1:] == [f"{by}: soon it is taken back"]
+    by = "its lease must be extended by 2027-01-15 07:59:55 UTC (5.0 s ago), or a sweep takes it back"
+    assert told(record)[1:] == [by]
     unheard = told(record, alive={"another"})[1:]
-    assert unheard == [f"{by}, and that worker has not been heard of: soon it is taken back"]
+    assert unheard == [f"{by}; its worker sends no heartbeats"]
 
 
 def test_a_run_that_is_asked_to_stop_and_is_followed_says_both() -> None:
     record = running(cancel_asked=True, next=Next(NOW, WORK, NOW, NOW))
     asked, deferred = told(record)[1:]
-    assert asked == "it was asked to stop, and has not yet"
+    assert asked == "it was asked to stop, and has not stopped yet"
     assert deferred.startswith("a newer request is deferred")
 
 

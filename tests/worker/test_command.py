@@ -183,7 +183,7 @@ async def test_a_storage_that_cannot_be_used_is_named_and_its_password_is_not(fo
     wrong = {
         f"redis://ada:s3cret@127.0.0.1:{port}/0?timeout=0.5": (3, f"127.0.0.1:{port}"),
         "sqlite:////nowhere/jobs.db": (3, "/nowhere/jobs.db"),
-        "memory://": (2, "memory:// is in one process"),
+        "memory://": (2, "child processes cannot share memory://"),
         "redis://ada:s3cret@127.0.0.1:port": (2, "HOLDFAST_URL"),
         "carrier-pigeon://ada:s3cret@home": (2, "HOLDFAST_URL"),
     }

@@ -139,7 +139,7 @@ async def test_a_child_for_suspects_goes_when_it_has_been_idle_for_a_while(scene
 async def test_apps_that_children_cannot_have_are_refused(scene: Scene) -> None:
     said = await told(scene, *AS_MODULE, "refused")
     assert "no module has it: define it at the top of one" in said["hidden"]
-    assert "memory:// is in one process" in said["local"]
+    assert "child processes cannot share memory://" in said["local"]
     assert said["children"] == 0
 
 

@@ -1,4 +1,4 @@
-"""The app: a storage and a set of tasks. What users begin with."""
+"""The app: a storage and a set of tasks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
 from holdfast._core.jobs import Job
-from holdfast._core.options import (
-    PullOptions,
-    Seconds,
-    StubOptions,
-    TaskOptions,
-    check_names,
-    to_count,
-    to_ms,
-)
+from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
 from holdfast._core.replies import Enqueued, Snapshot
 from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
 from holdfast._worker.executor import Inline
@@ -66,9 +58,9 @@ CALLS_AT_ONCE = 4
 class Holdfast(RunnableApp, Generic[T]):
     """A storage and a set of tasks.
 
-    The URL comes from HOLDFAST_URL unless given, else it is `sqlite:///holdfast.db` in the present folder: see
-    `holdfast.storage.connect`. The namespace, a part of the storage, comes from HOLDFAST_NAMESPACE, else it is `hf`.
-    `lifespan` makes what handlers share, once per worker: `app.resources` in a handler is what it yields.
+    `url` defaults to HOLDFAST_URL, else to `sqlite:///holdfast.db`: see `holdfast.storage.connect`. `namespace`, a part
+    of the storage, defaults to HOLDFAST_NAMESPACE, else to `hf`. Each worker enters the context manager `lifespan`
+    once; handlers read the object that it yields as `app.resources`.
 
     >>> app = Holdfast("memory://")
     >>> @app.task
@@ -107,17 +99,17 @@ class Holdfast(RunnableApp, Generic[T]):
 
     @property
     def storage(self) -> Storage:
-        """The storage, while the app is open: the verbs that are too seldom needed to be here."""
+        """The open storage, for its further operations. Raises `NotOpen` if the app is not open."""
         return self._session.storage
 
     @property
     def tasks(self) -> list[str]:
-        """The names of the tasks that a worker of this app can run."""
+        """Names of the tasks that a worker of this app can run."""
         return [name for name, definition in self._tasks.items() if not definition.stub]
 
     @property
     def resources(self) -> T:
-        """What `lifespan` has made for the worker that runs the present job."""
+        """The object that `lifespan` yielded for the worker of the present job. For handlers."""
         return cast("T", current_job().resources)
 
     # Tasks
@@ -129,13 +121,13 @@ class Holdfast(RunnableApp, Generic[T]):
     @overload
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
-        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The options are listed in docs/api.md."""
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. docs/api.md lists the options."""
         check_names("task", TaskOptions, options)
         define = partial(self._define, cast("TaskOptions", options), False)
         return define if function is None else define(function)
 
     def stub(self, **options: Unpack[StubOptions]) -> TaskDecorator:
-        """A task whose function is in another program: only its signature counts here.
+        """Declare a task whose function is in another program. Only the signature is used here.
 
         >>> @app.stub(name="jobs.render")
         ... def render(doc: bytes) -> bytes:
@@ -143,29 +135,26 @@ class Holdfast(RunnableApp, Generic[T]):
         """
         check_names("stub", StubOptions, options)
         if "name" not in options:
-            raise OptionError("a stub needs the name of the queue that the other program serves: name=…")
+            raise OptionError("a stub has no name: pass name=… of the queue that the other program serves")
         return cast("TaskDecorator", partial(self._define, cast("TaskOptions", options), True))
 
     def _define(self, options: TaskOptions, stub: bool, function: Callable[..., Any]) -> Task[Any, Any, Any]:
         if not callable(function) or inspect.isclass(function):
-            raise OptionError(f"a task is a function, not {function!r:.60}")
+            raise OptionError(f"a task must be a function, not {function!r:.60}")
         name = options.get("name") or default_name(function)
         check_queue(name)
         if name.endswith(FAILED_SUFFIX):
-            raise OptionError(f"{name} is the queue of a fail handler: use @task.on_failure")
+            raise OptionError(f"{name} is the name of a fail handler's queue: use @task.on_failure")
         if name in self._tasks:
             other = self._tasks[name].arguments.function
-            raise OptionError(
-                f"two tasks are named {name!r}: {_where(other)} and {_where(function)}. Give one a name=…"
-            )
+            raise OptionError(f"tasks {_where(other)} and {_where(function)} are both named {name!r}: pass name=…")
         definition = self._tasks[name] = Definition(self._session, function, name, options, stub=stub)
         return Task(definition)
 
     # Requests
 
     async def enqueue_many(self, bounds: Iterable[BoundRequest[R]]) -> list[Handle[R]]:
-        """Enqueue what `task.bind(…)` has made, in as few steps as there can be: at most 250 jobs and 1 MiB in each,
-        in order within a queue. The handles come in the order given.
+        """Enqueue many requests of `task.bind(…)`, at most 250 jobs or 1 MiB in one step, in order within each queue.
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
@@ -189,13 +178,12 @@ class Holdfast(RunnableApp, Generic[T]):
         return [Handle(self._session, bound, replies[index]) for index, bound in enumerate(requests)]
 
     def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
-        """Enqueue inside a transaction of your own: the jobs exist exactly if it commits.
+        """Enqueue inside a transaction of your own: the jobs exist only if it commits.
 
         `transaction` is a redis-py pipeline (sync or asyncio) on the app's server, or a `sqlite3.Connection` to the
-        app's file. Nothing is awaited, nothing is sent before you commit. On SQLite a waiting worker finds the job at
-        its next look, within a second; await nothing of this app before you commit, it would wait for your lock.
-        Jobs that follow each other into one queue travel together. The handles of a pipeline do not know yet what was
-        placed.
+        app's file. Nothing is sent before you commit. On SQLite, do not await this app before you commit: it would wait
+        for your lock. An idle worker finds the jobs at its next poll, within a second. `placed` of the handles of a
+        pipeline is None.
 
         >>> with sqlite3.connect("holdfast.db") as db:
         ...     db.execute("INSERT INTO users VALUES (?)", ["ada"])
@@ -210,28 +198,25 @@ class Holdfast(RunnableApp, Generic[T]):
         return [Handle(self._session, bound, reply) for bound, reply in sent]
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
-        """A queue by its name, for any payload: produce without the task's code, pull jobs yourself, look after it.
-
-        The options are the limits of a queue that is pulled from; it has none unless given.
-        """
+        """Return a queue by its name: enqueue any payload, lease jobs, operate the queue. The options are limits of
+        leased jobs; without them there is no limit."""
         return Queue(self._session, name, options)
 
     async def lease(self, token: str, **options: Unpack[PullOptions]) -> Lease | None:
-        """A lease that was taken before, here or elsewhere, by its `token`; None if it is lost. The options are the
-        limits of its queue, as `queue` takes them."""
+        """Return a lease by its `token`, in any process; None if it is lost. The options are those of `queue`."""
         return await self.queue(read_token(token)[0], **options).lease_from_token(token)
 
     async def stats(self) -> Snapshot:
-        """Counts of all queues, and the workers that are there."""
+        """Return the counts of all queues, and the live workers."""
         return await self.storage.snapshot()
 
     async def evict(self, worker: str) -> bool:
-        """Ask a worker to stop. False if there is none of that name."""
+        """Ask a worker to stop. Returns False if no live worker has this name."""
         return await self.storage.evict(worker)
 
     @property
     def sync(self) -> SyncApp:
-        """Blocking versions, for code that has no event loop."""
+        """The blocking version of this app, for code without an event loop."""
         from holdfast._client.sync import SyncApp
 
         return SyncApp(self._session, self)
@@ -243,26 +228,25 @@ class Holdfast(RunnableApp, Generic[T]):
     # Hooks
 
     def middleware(self, function: Middleware) -> Middleware:
-        """Put something around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
+        """Call a function around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
         return _add_hook("middleware", self._around.middleware, function)
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
-        """Call a function when a run has completed its job, or failed it for good, before that is stored. It may change
-        the `Execution` (`result`, `error`, `ttl`), and may be async. If it raises, nothing is changed and `on_error`
-        is called."""
+        """Call a function before the completion or the failure of a job is stored. It may change `result`, `error` and
+        `ttl` of the `Execution`, and may be async. If it raises, nothing is changed and `on_error` is called."""
         return _add_hook("after_execution", self._around.after, function)
 
     def on_event(self, function: OnEvent) -> OnEvent:
-        """Call a function with each `RunEvent` of this app's workers, in order, once it is stored."""
+        """Call a function with each `RunEvent` of the workers of this app, in order, after it is stored."""
         return _add_hook("on_event", self._on_event, function)
 
     def on_error(self, function: OnError) -> OnError:
-        """Call a function with each error that is not the failure of a job (a hook that raised, a storage that cannot
-        be reached), and with the place where it happened. Without such a hook the error is logged."""
+        """Call a function with each error that is not the failure of a job, and its place: a hook that raised, or a
+        storage that cannot be reached. Without this hook such an error is logged."""
         return _add_hook("on_error", self._around.errors, function)
 
     def add_codec(self, codec: Codec) -> None:
-        """Make a codec known by its name, so that payloads it wrote can be read."""
+        """Add a codec, so that payloads with its name can be decoded."""
         self._session.codecs.add(codec)
 
     # Work
@@ -281,15 +265,15 @@ class Holdfast(RunnableApp, Generic[T]):
         max_memory: int | None = None,
         burst: bool = False,
     ) -> Worker:
-        """A worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
+        """Return a worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
 
-        `queues` are names or patterns ("reports.*"), all tasks unless given. `concurrency` limits the number of runs.
-        `lease` is how long a dead worker's jobs stay with it; it is kept alive from a thread of its own. Leaving the
-        block lets runs finish for `grace` seconds. A `burst` ends by itself when nothing is ready any more.
+        `queues` are names or patterns ("reports.*"); the default is all tasks. `concurrency` is the maximum number of
+        runs. Jobs of a dead worker run elsewhere after `lease` seconds. The end of the block gives runs `grace` seconds
+        to finish. A `burst` worker ends when no job is ready.
 
-        Child processes import the app, which must be at the top of a module, and can be killed: when a run does not
-        stop, its process is given `drain_grace` seconds for its other runs. It is replaced after `max_jobs` jobs, or
-        when it has more than `max_memory` bytes in memory.
+        Child processes import the app, which must be at the top of a module, and can be killed: if a run does not stop,
+        its process ends after `drain_grace` seconds for its other runs. A process is replaced after `max_jobs` jobs, or
+        if it uses more than `max_memory` bytes.
         """
         if name is not None:
             check_worker(name)
@@ -342,7 +326,7 @@ class Holdfast(RunnableApp, Generic[T]):
 
     @asynccontextmanager
     async def _opened(self, inline: Inline | None = None) -> AsyncGenerator[Storage]:
-        """Open the storage for a worker, and make the resources of its inline runs."""
+        """Open the storage for a worker, and enter the lifespan of its inline runs."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self)
             if inline is not None and self._lifespan is not None:
@@ -350,7 +334,7 @@ class Holdfast(RunnableApp, Generic[T]):
             yield self.storage
 
     def _served(self, queues: str | Iterable[str] | None) -> list[Handler]:
-        """The handlers of the tasks whose names match, each with its fail handler."""
+        """Return the handlers and fail handlers of the tasks whose names match."""
         definitions = [self._tasks[name] for name in self.tasks]
         failed = [definition.fail_handler for definition in definitions if definition.fail_handler is not None]
         handlers = {handler.queue: handler for handler in [*(d.handler for d in definitions), *failed]}
@@ -358,7 +342,7 @@ class Holdfast(RunnableApp, Generic[T]):
 
 
 async def _all_or_raise(sending: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all, also if some raise; then raise the first error."""
+    """Wait for all, even if some raise; then raise the first error."""
     for error in await asyncio.gather(*sending, return_exceptions=True):
         if error is not None:
             raise error
@@ -368,7 +352,7 @@ def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
     bounds = list(requests)
     for bound in bounds:
         if not isinstance(bound, BoundRequest):
-            raise OptionError(f"a request is what task.bind(…) or queue.bind(…) gives, not {bound!r:.60}")
+            raise OptionError(f"a request must come from task.bind(…) or queue.bind(…), not {bound!r:.60}")
     return bounds
 
 
@@ -384,7 +368,7 @@ def _add_hook(what: str, hooks: list[H], function: H) -> H:
 
 
 def default_name(function: Callable[..., Any]) -> str:
-    """`module.function`; a program's own file instead of `__main__`, so that its workers find what it enqueued."""
+    """Return `module.function`, with the program's file name for `__main__`, so that its workers find its jobs."""
     module = getattr(function, "__module__", None) or "tasks"
     if module == "__main__":
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -395,6 +379,5 @@ def default_name(function: Callable[..., Any]) -> str:
 
 def _where(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{function.__module__}.{getattr(function, '__qualname__', function)}" + (
-        f" (line {code.co_firstlineno})" if code else ""
-    )
+    line = f" (line {code.co_firstlineno})" if code else ""
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}{line}"

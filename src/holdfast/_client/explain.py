@@ -1,4 +1,4 @@
-"""Why a job is not running, or what it is doing, in sentences."""
+"""The reasons why a job is not running, or what it is doing, as sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast._core.text import format_count, format_moment, format_times
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
-"""Maximum number of jobs that are read to count those in front of this one."""
+"""Maximum number of waiting jobs that are read to count those in front of a job."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     """Read a job, its queue and its workers, and explain the state of the job."""
     (job,) = await storage.get(queue, [id])
     if job is None:
-        missing = "there is no such job: it was never requested, or it has ended and is forgotten"
+        missing = "the job does not exist: it was never requested, or it has ended and is forgotten"
         return Explanation(queue=queue, id=id, state=None, reasons=[missing])
     snapshot = await storage.snapshot()
     stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
@@ -41,7 +41,7 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
 
 
 def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:
-    """The reasons as sentences. `ahead` is the number of jobs in front, and whether all of them were counted. Pure."""
+    """Return the reasons. `ahead` is the number of jobs in front, and whether all of them were counted. Pure."""
     match job.state:
         case State.WAITING:
             return _of_waiting(job, now, stats, ahead)
@@ -53,20 +53,20 @@ def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool
 
 def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool]) -> list[str]:
     sentences: list[str] = []
-    jobs, counted = ahead
     if job.run_at > now:
         if job.error is not None and (job.retries or job.timeouts or job.stalls):
-            sentences.append(f"it waits out a backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
+            sentences.append(f"it waits for its backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
         else:
             sentences.append(f"it is scheduled for {_at(job.run_at, now)}")
     if stats is not None and stats.paused:
         sentences.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
     if stats is None or not stats.workers:
         sentences.append("no live worker serves this queue")
-    if jobs or not counted:
-        sentences.append(f"{'' if counted else 'at least '}{format_count(jobs, 'job')} in front of it")
+    jobs, all_counted = ahead
+    if jobs or not all_counted:
+        sentences.append(f"{'' if all_counted else 'at least '}{format_count(jobs, 'job')} in front of it")
     if not sentences:
-        sentences.append("it is ready: the next worker with room takes it")
+        sentences.append("it is ready: the next worker with free capacity claims it")
     counts = {"retried": job.retries, "timed out": job.timeouts, "stalled": job.stalls}
     happened = [f"{what} {format_times(count)}" for what, count in counts.items() if count]
     if happened:
@@ -80,12 +80,12 @@ def _of_running(job: Job, now: int, alive: set[str]) -> list[str]:
     run = job.run
     sentences = [f"it runs on worker {run.worker}, attempt {job.attempts}"]
     if run.until_at < now or run.overdue:
-        gone = "" if run.worker in alive else ", and that worker has not been heard of"
-        sentences.append(f"its lease was to be extended by {_at(run.until_at, now)}{gone}: soon it is taken back")
+        gone = "" if run.worker in alive else "; its worker sends no heartbeats"
+        sentences.append(f"its lease must be extended by {_at(run.until_at, now)}, or a sweep takes it back{gone}")
     elif run.worker not in alive:
         sentences.append(f"its lease lasts until {_at(run.until_at, now)}")
     if run.cancel_asked:
-        sentences.append("it was asked to stop, and has not yet")
+        sentences.append("it was asked to stop, and has not stopped yet")
     if run.next is not None:
         sentences.append("a newer request is deferred until this run ends")
     return sentences
@@ -104,7 +104,7 @@ def _of_finished(job: Job, now: int) -> list[str]:
 
 
 async def _ahead(storage: Storage, queue: str, job: Job, now: int) -> tuple[int, bool]:
-    """Number of due jobs in front of this one, and whether all of them were counted."""
+    """Return the number of due jobs in front of this one, and whether all of them were counted."""
     ahead, after = 0, None
     for _ in range(MOST_AHEAD // 100):
         page = await storage.scan(queue, state=State.WAITING, after=after, limit=100)

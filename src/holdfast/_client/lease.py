@@ -23,12 +23,15 @@ from holdfast.errors import HoldfastError, JobError, OptionError
 Token = tuple[str, bytes, int, str, int]
 _rng = random.Random()
 
+to_lease_ms = OPTIONS["seconds"].convert
+"""Convert the `seconds` of a lease to milliseconds. Raises `OptionError`."""
+
 
 class Lease:
-    """The right to work on one job until `deadline`. Settle it once: complete, retry, fail or release.
+    """The right to run one job until `deadline`. Settle it once: complete, retry, fail or release.
 
-    Each of those gives True to exactly one caller. False means that the lease was lost: another may be at the job, and
-    nothing was changed.
+    Each of these returns True if it settled the job. False means that the lease was lost and nothing was changed;
+    another worker may run the job.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Lease:
     ) -> None:
         assert job.run is not None
         self._restored = restored
-        """The lease comes from a token: the time of its claim, by the clock of this process, is not known."""
+        """The lease comes from a token, so the time of its claim by the clock of this process is not known."""
         self._session = session
         self._policy = config.policy
         self._job = job
@@ -45,30 +48,29 @@ class Lease:
         self.queue = config.queue
         self.id = job.id
         self.payload: Any = session.codecs.decode_or_leave(job.work.payload, job.work.codec)
-        """Decoded; bytes if they were enqueued as bytes, or cannot be read."""
+        """The decoded payload; bytes if it was enqueued as bytes or cannot be decoded."""
         self.attempt = job.attempts
-        """1 for the first lease."""
+        """Number of this lease of the job; 1 is the first."""
         self.fence = job.run.fence
         self.deadline = from_at(job.run.until_at)
-        """By the storage's clock. `extend` moves it."""
+        """End of the lease by the clock of the storage. `extend` moves it."""
         self._claimed_at = job.run.until_at - 1000 * length_ms
         self._began_at = time.monotonic()
-        """The clock of the storage at the claim, and the clock of this process soon after it: a deadline computed from
-        both is never too late."""
+        """Clock of this process after the claim, at storage time `_claimed_at`. A deadline from both is never late."""
         self.cancel_asked = False
-        """The job was cancelled: set by `extend`. Any settlement ends the job then; a completion counts."""
+        """The job was cancelled, as `extend` found. Any settlement ends the job then; `complete` still completes it."""
         self._extended = asyncio.Event()
         self.settled = False
-        """This lease was settled here, or is known to be lost."""
+        """The lease was settled here, or is known to be lost."""
 
     @property
     def token(self) -> str:
-        """This lease as text: `await app.lease(token)` gives it back, in any process."""
+        """The lease as text. `await app.lease(token)` returns the lease in any process."""
         parts = (self.queue, self.id.encode("utf-8", "surrogateescape"), self.fence, self._worker, self._length_ms)
         return base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("=")
 
     async def complete(self, result: object = None) -> bool:
-        """The work is done. `result` may be any JSON value, or bytes."""
+        """Complete the job. `result` may be any JSON value, or bytes."""
         returned = Returned(None)
         if result is not None:
             returned = Returned(*self._session.codecs.encode_any(f"the result of job {self.id!r}", result))
@@ -77,8 +79,8 @@ class Lease:
     async def retry(
         self, *, delay: Seconds | None = None, at: datetime | None = None, error: BaseException | str | None = None
     ) -> bool:
-        """Run the job again: after `delay`, at `at`, or after the queue's backoff (none unless given). It counts as a
-        retry; past the queue's or the job's limit it fails instead."""
+        """Run the job again: after `delay`, at `at`, or after the backoff of the queue (0 by default). It counts as a
+        retry; a job that exceeds its limit of retries fails instead."""
         if delay is not None and at is not None:
             raise OptionError("delay and at are mutually exclusive: pass only one")
         raised = Raised(
@@ -89,18 +91,18 @@ class Lease:
         return await self._settle(verdict(self._job, raised, self._policy, _rng))
 
     async def fail(self, error: BaseException | str = "failed") -> bool:
-        """The job is given up; it is listed as failed until it is forgotten, and can be retried by hand."""
+        """Fail the job. It is listed as failed until it is forgotten; until then `queue.retry` runs it again."""
         cause = _as_error(error, JobError(type="Failed", message="failed"))
         permanent = Raised(msgspec.structs.replace(cause, kind="permanent"))
         return await self._settle(verdict(self._job, permanent, self._policy, _rng))
 
     async def release(self) -> bool:
-        """Give the job back, uncounted: it keeps its place in front."""
+        """Return the job to its place in the queue. The lease does not count as a retry."""
         return await self._settle(Release(self.id, self.fence))
 
     async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
-        """Hold the lease for as long again (or for `seconds`) from now. False if it is lost. See `cancel_asked`."""
-        length_ms = self._length_ms if seconds is None else OPTIONS["seconds"].convert(seconds)
+        """Extend the lease by its length, or by `seconds`, Sets `cancel_asked`. Returns False if it is lost."""
+        length_ms = self._length_ms if seconds is None else to_lease_ms(seconds)
         codecs, what = self._session.codecs, f"progress of job {self.id!r}"
         encoded = None if progress is None else codecs.encode(what, progress, codecs.get("json"))
         lease = LeaseRef(self.id, self.fence, encoded)
@@ -120,14 +122,14 @@ class Lease:
         return True
 
     async def _keep_extending(self) -> None:
-        """Extend every quarter of the lease, until it is settled: what `leased` does."""
+        """Extend the lease after every quarter of its length, until it is settled. `Queue.leased` runs this."""
         while not self.settled:
             self._extended.clear()
             try:
                 async with asyncio.timeout(self._length_ms / 4000):
                     await self._extended.wait()
             except TimeoutError:
-                with suppress(HoldfastError):  # The next one may get through.
+                with suppress(HoldfastError):  # The next one may succeed.
                     await self.extend()
 
     async def _settle(self, settlement: Settlement) -> bool:
@@ -140,7 +142,7 @@ class Lease:
 
 
 def read_token(token: str) -> Token:
-    """The parts of `Lease.token`: queue, id, fence, worker and length in milliseconds."""
+    """Decode a `Lease.token` to queue, id, fence, worker and length in milliseconds."""
     try:
         data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
         parts: Token = msgspec.msgpack.decode(data, type=Token)

@@ -1,8 +1,9 @@
-"""A queue by its name: produce any payload, pull jobs under a lease, operate the queue. Needs no task."""
+"""A queue by its name: enqueue any payload, lease jobs, operate the queue. It needs no task."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 import msgspec
 
 from holdfast._client import request, waiters
-from holdfast._client.lease import Lease, read_token
+from holdfast._client.lease import Lease, read_token, to_lease_ms
 from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
 from holdfast._client.task import queue_config
@@ -20,16 +21,7 @@ from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, Release, Request, Settlement, State, Update, Work
-from holdfast._core.options import (
-    DEFAULT_WAIT_S,
-    OPTIONS,
-    EnqueueOptions,
-    PullOptions,
-    Seconds,
-    check_names,
-    from_at,
-    to_ms,
-)
+from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, check_names, from_at, to_ms
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept
 from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
@@ -43,18 +35,18 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 COPIED = ("id", "state", "generation", "priority", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
-"""Fields of a record that users see unchanged."""
+"""Fields of a record that `JobInfo` has unchanged."""
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it is stored now."""
+    """The stored state of a job."""
 
     queue: str
     id: str
     state: State
     generation: int
     payload: Any
-    """Decoded; bytes if this app cannot decode it. None once the job has completed, and in lists."""
+    """The decoded payload; bytes if this app cannot decode it. None if the job has completed, and in lists."""
     priority: int
     run_at: datetime
     created_at: datetime
@@ -67,7 +59,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     result: Any
     error: JobError | None
     deferred: bool
-    """Another request waits for the present run to end."""
+    """Whether another request waits for the present run to end."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +82,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Queue:
-    """A queue by its name. See `Holdfast.queue`."""
+    """A queue by its name: enqueue any payload, lease jobs, operate the queue. Made by `app.queue(name)`."""
 
     def __init__(self, session: Session, name: str, options: PullOptions) -> None:
         self._session = session
@@ -105,7 +97,7 @@ class Queue:
 
     @property
     def sync(self) -> SyncQueue:
-        """The same verbs, blocking: for code that has no event loop."""
+        """The blocking version of this queue, for code without an event loop."""
         from holdfast._client.sync import SyncQueue
 
         return SyncQueue(self._session, self)
@@ -113,27 +105,23 @@ class Queue:
     # Producing
 
     def bind(self, payload: object, **options: Unpack[EnqueueOptions]) -> BoundRequest[Any]:
-        """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
+        """Return a request that is not sent yet, for `app.enqueue_many` and `app.enqueue_in`."""
         check_names("enqueue", EnqueueOptions, options)
         return self._bind(payload, options)
 
     async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
-        """Request a job: any JSON value, or bytes. When this returns, the job is stored.
-
-        Options: `id, on_conflict, delay, run_at, priority, result_ttl, dedup_ttl, timeout, max_retries, max_stalls,
-        max_timeouts`.
-        """
+        """Enqueue a job with any JSON value, or bytes. It is stored when this returns. Options: see docs/api.md."""
         return await request.enqueue(self._session, self.bind(payload, **options))
 
     async def call(
         self, payload: object, *, wait: Seconds | None = DEFAULT_WAIT_S, **options: Unpack[EnqueueOptions]
     ) -> Any:
-        """Request a job and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
+        """Enqueue a job and wait for its result. A remembered result returns at once. Raises like `Handle.result`."""
         check_names("call", EnqueueOptions, options)
         return await request.call(self._session, self._bind(payload, {**options, "wait": wait}))
 
     async def retry(self, id: str | bytes) -> Handle[Any]:
-        """Run a failed or cancelled job once more, as it was. Raises `JobNotFound` if there is nothing to run."""
+        """Run a failed or cancelled job again with its old payload. Raises `JobNotFound` if it has none."""
         again = Request(id=clean_id(id), work=Work(None), update=Update(payload=False), custom_id=True)
         return await request.enqueue(self._session, BoundRequest(self._template, again))
 
@@ -145,28 +133,28 @@ class Queue:
     # Pulling
 
     async def lease(self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S) -> Lease | None:
-        """Take the next job for `seconds` (0.1 to 86,400). Waits up to `wait` seconds for a ready job (default 30;
-        0 checks once; None waits without a limit). Returns None if there is none."""
-        seconds_ms = OPTIONS["seconds"].convert(seconds)
+        """Lease the next job for `seconds` (0.1 to 86,400). Waits up to `wait` seconds for a ready job: None waits
+        without a limit, 0 checks once. Returns None if no job is ready."""
+        seconds_ms = to_lease_ms(seconds)
         wait_s = to_wait_s(wait)
-        deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
+        deadline = _deadline(wait_s)
         lease, poll_s = await self._take(seconds_ms)
         if lease is not None or wait_s == 0:
             return lease
         async with self._session.storage.subscribe(Topic(self.name, "wake")) as events:
             while True:
                 lease, poll_s = await self._take(seconds_ms)
-                left = None if deadline is None else deadline - asyncio.get_running_loop().time()
-                if lease is not None or (left is not None and left <= 0):
+                left_s = deadline - asyncio.get_running_loop().time()
+                if lease is not None or left_s <= 0:
                     return lease
-                await events.within(min(poll_s, poll_s if left is None else left))
+                await events.within(min(poll_s, left_s))
 
     @asynccontextmanager
     async def leased(
         self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S, extend: bool = True
     ) -> AsyncGenerator[Lease | None]:
-        """A lease for a block: completed at its end unless you settled it, retried if the block raises, extended
-        meanwhile. None if there is no job.
+        """Lease a job for a block, and extend the lease meanwhile. The end of the block completes the job unless you
+        settled it; an exception retries it. Yields None if no job is ready.
 
         >>> async with queue.leased(wait=5) as lease:
         ...     if lease: work(lease.payload)
@@ -183,7 +171,7 @@ class Queue:
             if not lease.settled:
                 await lease.retry(error=error)
             raise
-        except BaseException:  # Cancelled, or the program ends: not a failure of the job.
+        except BaseException:  # The task is cancelled or the program ends: the job did not fail.
             if not lease.settled:
                 await lease.release()
             raise
@@ -196,17 +184,17 @@ class Queue:
                 await asyncio.gather(keeping, return_exceptions=True)
 
     async def lease_from_token(self, token: str) -> Lease | None:
-        """A lease of this queue that was taken before, here or elsewhere, by its `token`; None if it is lost."""
+        """Return a lease of this queue by its `token`, in any process; None if it is lost."""
         queue, id, fence, worker, length_ms = read_token(token)
         if queue != self.name:
-            raise OptionError(f"that is a lease of {queue}, not of {self.name}")
+            raise OptionError(f"the token is of a lease of {queue}, not of {self.name}: pass it to app.lease")
         (job,) = await self._session.storage.get(self.name, [clean_id(id)])
         if job is None or job.run is None or (job.run.fence, job.run.worker) != (fence, worker):
             return None
         return Lease(self._session, self._config, job, worker, length_ms, restored=True)
 
     async def _take(self, seconds_ms: int) -> tuple[Lease | None, float]:
-        """The next job that may run; without one, None and the time until the next poll in seconds."""
+        """Lease the next job that may run; without one, return None and the time until the next poll in seconds."""
         loop = asyncio.get_running_loop()
         while True:
             sent_at = loop.time()
@@ -217,14 +205,14 @@ class Queue:
                 return None, min(POLL_INTERVAL_S, max(soonest_s, 0.001))
             (job,) = claim.jobs
             refused: Settlement | None = admit(job, self._config.policy)
-            if loop.time() - sent_at >= seconds_ms / 1000:  # The answer took longer than the lease.
+            if loop.time() - sent_at >= seconds_ms / 1000:  # The reply took longer than the lease.
                 refused = Release(job.id, fence_of(job))
             if refused is None:
                 return Lease(self._session, self._config, job, self._worker, seconds_ms), 0.0
             await self._session.storage.settle(self.name, [refused], worker=self._worker)
 
     async def _claim(self, seconds_ms: int) -> Claim:
-        """Claim one job. If the caller is cancelled meanwhile, release it."""
+        """Claim one job. Release it if the caller is cancelled meanwhile."""
         storage = self._session.storage
         claiming = asyncio.ensure_future(storage.claim(self.name, 1, worker=self._worker, lease_ms=seconds_ms))
         try:
@@ -252,7 +240,7 @@ class Queue:
         )
 
     async def get(self, id: str | bytes) -> JobInfo | None:
-        """A job as it is now; None if there is none, or it is forgotten."""
+        """Return the present state of a job; None if it does not exist, or is forgotten."""
         (job,) = await self._session.storage.get(self.name, [clean_id(id)])
         return None if job is None else self._info(job)
 
@@ -263,7 +251,7 @@ class Queue:
     @overload
     async def result(self, id: str | bytes, *, wait: Seconds | None = DEFAULT_WAIT_S) -> Any: ...
     async def result(self, id: str | bytes, *, type: Any = Any, wait: Seconds | None = DEFAULT_WAIT_S) -> Any:
-        """What a job gave, as a `type`. Waits for one that has not ended. Raises as `Handle.result` does."""
+        """Return the result of a job, decoded as `type`. Waits for its end. Raises like `Handle.result`."""
         name = clean_id(id)
         (job,) = await self._session.storage.get(self.name, [name])
         if job is None:
@@ -274,32 +262,31 @@ class Queue:
         return value_of(self._session, self.name, name, outcome, type)
 
     async def keep(self, id: str | bytes, ttl: Seconds) -> KeepResult:
-        """Change how long the end of a job is remembered: `KEPT`, `LIVE` (it counts from its end) or `MISSING`."""
+        """Change how long the outcome of a job is remembered: `KEPT`, `LIVE` (from its end on) or `MISSING`."""
         (kept,) = await self._session.storage.keep(self.name, [clean_id(id)], to_ms("ttl", ttl))
         return kept
 
     async def cancel(self, id: str | bytes) -> CancelResult:
-        """Stop a job: `CANCELLED` (and truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
+        """Cancel a job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self._session.storage.cancel(self.name, [clean_id(id)])
         return reply
 
     # The whole queue
 
     async def jobs(self, state: State | str | None = None) -> AsyncIterator[JobInfo]:
-        """List jobs, without payloads and results: of one state in its order, or of all. A job that changes its state
-        meanwhile may be missed or be seen twice."""
-        after: str | None = None
+        """Yield the jobs of one state, or of all, without payloads and results. A job that changes its state meanwhile
+        may be missed or appear twice."""
         wanted = None if state is None else _state(state)
+        page = await self._session.storage.scan(self.name, state=wanted)
         while True:
-            page = await self._session.storage.scan(self.name, state=wanted, after=after)
             for job in page.jobs:
                 yield self._info(job)
-            after = page.after
-            if after is None:
+            if page.after is None:
                 return
+            page = await self._session.storage.scan(self.name, state=wanted, after=page.after)
 
     async def stats(self) -> Stats:
-        """Counts, the age of the oldest ready job, and who serves the queue."""
+        """Return the counts of this queue, the age of its oldest ready job, and its workers."""
         snapshot = await self._session.storage.snapshot()
         for queue in snapshot.queues:
             if queue.queue == self.name:
@@ -309,26 +296,26 @@ class Queue:
         return Stats(workers=[name for name, queues in served if isinstance(queues, list) and self.name in queues])
 
     async def pause(self, *, reason: str = "") -> None:
-        """Stop workers and callers of `lease` from taking jobs, until `resume`. Running jobs continue."""
+        """Let no worker and no `lease` take jobs of this queue, until `resume`. Running jobs continue."""
         await self._session.storage.pause(self.name, True, reason=reason)
 
     async def resume(self) -> None:
-        """Let workers take jobs again."""
+        """Let workers take jobs of this queue again."""
         await self._session.storage.pause(self.name, False)
 
     async def sweep(self, *, worker: str | None = None) -> Swept:
-        """Take back expired leases and forget what is due. Workers do this by themselves. With `worker`, take back all
-        of its leases at once: for a worker that is known to be dead, else runs may overlap."""
+        """Take back expired leases and delete forgotten records. Workers do this too. With `worker`, take back all of
+        its leases now: only for a worker that is known to be dead, or runs may overlap."""
         return await self._session.storage.sweep(self.name, worker=worker)
 
     async def repair(self, *, dry_run: bool = False) -> Repaired:
-        """Check every record against the invariants and repair the wrong ones. `problems` lists what was found."""
+        """Check the invariants of every record and repair those that break one. `problems` lists them."""
         return await audit(self._session.storage, self.name, repair=not dry_run)
 
     PURGED = (State.WAITING, State.COMPLETED, State.FAILED, State.CANCELLED)
 
     async def purge(self, states: Collection[State | str] = PURGED) -> int:
-        """Delete jobs of these states (`running` ones are asked to cancel): how many."""
+        """Delete the jobs of these states, and ask `running` ones to stop. Returns the number of deleted jobs."""
         wanted = [_state(state) for state in states]
         deleted = 0
         while (step := await self._session.storage.purge(self.name, wanted)) > 0:
@@ -336,10 +323,9 @@ class Queue:
         return deleted
 
     async def delete(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> bool:
-        """Delete the queue and all that is in it. Running jobs are asked to cancel, and waited for; False if some still
-        run after `wait`: the queue stays paused then, so ask again."""
-        wait_s = to_wait_s(wait)
-        deadline = None if wait_s is None else asyncio.get_running_loop().time() + wait_s
+        """Delete the queue and its jobs. Asks running jobs to stop and waits for them. Returns False if some still run
+        after `wait` seconds: the queue stays paused then, so call this again."""
+        deadline = _deadline(to_wait_s(wait))
         await self.pause(reason="being deleted")
         while True:
             await self.purge(tuple(State))
@@ -350,16 +336,20 @@ class Queue:
             swept = await self._session.storage.sweep(self.name)
             if swept.stalled:
                 continue
-            if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+            if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(0.1)
 
     async def events(self) -> AsyncIterator[Event]:
-        """What happens in the queue from now on. Hints: some may be lost, so never wait for one alone."""
+        """Yield the events of this queue from now on. Some may be lost, so do not wait for a certain one."""
         async with self._session.storage.subscribe(Topic(self.name)) as events:
             async for event in events:
                 if event.happened:
                     yield event
+
+
+def _deadline(wait_s: float | None) -> float:
+    return math.inf if wait_s is None else asyncio.get_running_loop().time() + wait_s
 
 
 def _state(state: State | str) -> State:

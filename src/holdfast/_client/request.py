@@ -1,4 +1,4 @@
-"""Requests: a task binds arguments to a `BoundRequest`, which is sent; a `Handle` stands for the job."""
+"""Requests: a task or queue binds a payload to a `BoundRequest`; sending it returns the `Handle` of the job."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
+from holdfast._core.lifecycle import newest_generation
 from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from holdfast._client.task import Definition
 
 AT_MOST_ONCE = {"max_retries": 0, "max_stalls": 0, "max_timeouts": 0}
-"""Limits of a task that promises to run a job at most once."""
+"""Limits of a task with `delivery="at_most_once"`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +32,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class RequestTemplate:
-    """All of a request but its payload: made once for each task, and for each `task.using(…)`."""
+    """A request without its payload: made once for each task, and for each `task.using(…)`."""
 
     def __init__(
         self,
@@ -43,28 +44,28 @@ class RequestTemplate:
         priority: int = DEFAULT_PRIORITY,
         at_most_once: bool = False,
     ) -> None:
-        """Check the options. `arguments`, `update`, `priority` and `at_most_once` are those of the task, if any."""
+        """Check the options. The other parameters are those of the task, if there is one."""
         fields = given_fields(options)
         if "delay_ms" in fields and "run_at" in fields:
             raise OptionError("delay and run_at are mutually exclusive: pass only one")
         if at_most_once:
             limits = [name for name in AT_MOST_ONCE if fields.get(name)]
             if limits:
-                raise OptionError(f"{queue} runs a job at most once: {', '.join(limits)} cannot be more than 0")
+                raise OptionError(f"{queue} runs a job at most once: {', '.join(limits)} must be 0")
             fields.update(AT_MOST_ONCE)
         id, on_conflict = fields.get("id"), fields.get("on_conflict")
         if id is not None and not isinstance(id, str | bytes):
-            raise OptionError(f"id is text or bytes, not {id!r:.60} ({type(id).__name__})")
+            raise OptionError(f"id must be text or bytes, not {id!r:.60} ({type(id).__name__})")
         fields.setdefault("priority", priority)
         work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
         self.queue = queue
         self.arguments = arguments
         self.id = None if id is None else clean_id(id)
-        """The id that the caller chose."""
+        """The id that the caller chose; None for an id from the arguments, or a new one."""
         self.raises = on_conflict == "raise"
-        """A duplicate raises `DuplicateJob`."""
+        """Whether a duplicate raises `DuplicateJob`."""
         self.wait_s = to_wait_s(options["wait"]) if "wait" in options else DEFAULT_WAIT_S
-        """How long `call` waits; None is without a limit."""
+        """How long `call` waits in seconds; None waits without a limit."""
         self.request = Request(
             id="",
             work=Work(None, **work),
@@ -72,16 +73,16 @@ class RequestTemplate:
             delay_ms=fields.get("delay_ms"),
             update=update if on_conflict is None else to_update(on_conflict),
         )
-        """A request without its id and its payload."""
+        """The request, without its id and its payload."""
 
     @property
     def returns(self) -> Any:
-        """Type of the result, which annotations may name before it is defined."""
+        """Type of the result. It is read late, because an annotation may name a class that is defined later."""
         return Any if self.arguments is None else self.arguments.returns
 
 
 def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) -> BoundRequest[Any]:
-    """One request, ready to be sent. Without an id, each request is a new job."""
+    """Return a request that is ready to be sent. Without an id it is a new job."""
     request = template.request
     work = replace(request.work, payload=payload, codec=codec)
     custom_id = id is not None
@@ -98,41 +99,38 @@ class Using(Generic[P, R]):
         self._template = definition.request_template(options)
 
     def using(self, **options: Unpack[UsingOptions]) -> Using[P, R]:
-        """The same task, with options for its requests: `id, on_conflict, delay, run_at, priority, result_ttl,
-        dedup_ttl, timeout, max_retries, max_stalls, max_timeouts, wait`."""
+        """Return the same task with options for its requests: `task.using(delay=60).enqueue(…)`. See docs/api.md."""
         check_names("using", UsingOptions, options)
         return Using(self._definition, {**self._options, **options})
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
-        """A request that is not sent yet: for `app.enqueue_many` and `app.enqueue_in`."""
+        """Return a request that is not sent yet, for `app.enqueue_many` and `app.enqueue_in`."""
         definition, template, codecs = self._definition, self._template, self._session.codecs
         arguments = definition.arguments
         given = arguments.by_name(args, kwargs)
         codec = codecs.get("raw") if arguments.raw else definition.codec
         payload = arguments.encode(codecs, codec, given)
-        id = template.id
-        if id is None and definition.make_id is not None:
-            id = definition.make_id(given)
+        id = definition.make_id(given) if template.id is None and definition.make_id is not None else template.id
         return bind(template, payload, codec.name, id)
 
     async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R]:
-        """Request a run. When this returns, the job is stored."""
+        """Enqueue a job. It is stored when this returns."""
         return await enqueue(self._session, self.bind(*args, **kwargs))
 
     async def call(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Request a run and wait for its result; a cached result returns at once. Raises as `Handle.result` does."""
+        """Enqueue a job and wait for its result. A remembered result returns at once. Raises like `Handle.result`."""
         return cast("R", await call(self._session, self.bind(*args, **kwargs)))
 
     @property
     def sync(self) -> SyncUsing[P, R]:
-        """The same verbs, blocking: for code that has no event loop."""
+        """The blocking version of this task, for code without an event loop."""
         from holdfast._client.sync import SyncUsing
 
         return SyncUsing(self._session, self)
 
 
 class BoundRequest(Generic[R_co]):
-    """One request, ready to be sent: `task.bind(…)` or `queue.bind(…)`. Its arguments are encoded already."""
+    """A request with encoded arguments that is ready to be sent: the result of `task.bind(…)` or `queue.bind(…)`."""
 
     __slots__ = ("queue", "request", "template")
 
@@ -146,65 +144,62 @@ class BoundRequest(Generic[R_co]):
         return self.request.id
 
     def check(self, reply: Enqueued) -> None:
-        """Raise `JobNotFound`, or `DuplicateJob` if the caller asked for it."""
+        """Raise `JobNotFound`, or `DuplicateJob` if the request has `on_conflict="raise"`."""
         if reply.placed is None:
-            raise JobNotFound(f"there is no job {self.id!r} in {self.queue} whose payload could be used again")
+            raise JobNotFound(f"job {self.id!r} in {self.queue} does not exist, or completed and dropped its payload")
         if self.template.raises and reply.placed in (Placed.DUPLICATE, Placed.COMPLETED):
-            raise DuplicateJob(f"job {self.id!r} in {self.queue} is there already ({reply.state})")
+            raise DuplicateJob(f"job {self.id!r} in {self.queue} already exists ({reply.state})")
 
     def __repr__(self) -> str:
-        return f"<a request for job {self.id!r} in {self.queue}>"
+        return f"<request for job {self.id!r} in {self.queue}>"
 
 
 class Handle(Generic[R_co]):
-    """A job that was requested."""
+    """A requested job: its id, its queue, and its result."""
 
     __slots__ = ("_cached", "_session", "_template", "generation", "id", "placed", "queue")
 
     def __init__(self, session: Session, bound: BoundRequest[R_co], reply: Enqueued | None) -> None:
-        """Raises as `BoundRequest.check` does. Without a reply, a transaction of the caller has yet to decide."""
+        """Raises like `BoundRequest.check`. There is no reply to a request in a transaction of the caller."""
         if reply is not None:
             bound.check(reply)
         self._session = session
         self.queue = bound.queue
         self.id = bound.request.id
         self.placed: Placed | None = None if reply is None else reply.placed
-        """What the request did: new, updated, deferred, duplicate or completed. None if a transaction of the caller
-        has yet to decide it."""
+        """What the request did. None if it was sent in a transaction of the caller."""
         self.generation = 0 if reply is None else reply.generation
         self._cached: Outcome | None = None if reply is None else reply.outcome
         self._template = bound.template
 
     async def result(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> R_co:
-        """The value that the job returned. Waits up to `wait` seconds (default 30; None waits without a limit; 0 checks
-        once).
+        """Return the result of the job. Waits up to `wait` seconds for it: None waits without a limit, 0 checks once.
 
-        Raises `JobFailed` with the cause as data, `JobCancelled`, `JobForgotten`, or `WaitTimeout`; the job goes on.
+        Raises `JobFailed`, `JobCancelled`, `JobForgotten`, or `WaitTimeout`, after which the job continues.
         """
         wait_s = to_wait_s(wait)
         outcome = self._cached
         if outcome is None:
-            if self.placed is None and not self.generation:  # Sent in a transaction of the caller, without a reply.
+            if self.placed is None and not self.generation:  # It was sent in a transaction of the caller.
                 (job,) = await self._session.storage.get(self.queue, [self.id])
                 if job is None:
                     raise JobForgotten(f"job {self.id!r} in {self.queue} has no record: was the transaction committed?")
-                self.generation = job.generation if job.run is None or job.run.next is None else job.run.next.generation
+                self.generation = newest_generation(job)
             outcome = await waiters.wait(self._session.storage, self.queue, self.id, self.generation, wait_s=wait_s)
         return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._template.returns))
 
     async def state(self) -> State | None:
-        """The state of the job's record; None if the record does not exist (any more)."""
+        """Return the state of the job; None if it does not exist, or is forgotten."""
         (job,) = await self._session.storage.get(self.queue, [self.id])
         return None if job is None else job.state
 
     async def cancel(self) -> CancelResult:
-        """Stop the job: `CANCELLED` (and truthy) if it was waiting, `ASKED` if it runs and its worker is asked to stop
-        it."""
+        """Cancel the job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self._session.storage.cancel(self.queue, [self.id])
         return reply
 
     async def events(self) -> AsyncIterator[Event]:
-        """What happens to this job from now on. Hints: some may be lost, so never wait for one alone."""
+        """Yield the events of this job from now on. Some may be lost, so do not wait for a certain one."""
         async with self._session.storage.subscribe(Topic(self.queue, "all", self.id)) as events:
             async for event in events:
                 if event.happened:

@@ -1,7 +1,7 @@
-"""Which storage is open where: one storage per event loop, or the one storage of a rehearsal.
+"""The open storages of an app: one for each event loop, or the storage of a rehearsal.
 
-A storage belongs to one event loop. An app that is open on one loop is not usable on another; blocking calls have their
-own loop and their own connection (sync.py).
+A storage belongs to one event loop, so an app that is open on one loop is not usable on another. Blocking calls have
+their own loop and connection (sync.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ DEFAULT_NAMESPACE = "hf"
 
 
 def check_shared(url: str | None) -> None:
-    """Refuse a storage that child processes cannot share. The URL is that of a `Session`."""
+    """Refuse a storage that child processes cannot share. The URL is `Session.url`."""
     if url is None:
-        raise OptionError("child processes cannot share a storage or a clock made here: give the app a URL")
+        raise OptionError("child processes cannot share a storage or clock object: create the app with a URL")
     if url.startswith("memory:"):
-        raise OptionError("memory:// is in one process: use sqlite:///… or a server, or no child processes")
+        raise OptionError("child processes cannot share memory://: use sqlite:///… or a server, or an inline worker")
 
 
 class Session:
-    """The storage of an app, and its codecs: what every object of the app uses. Users hold it as a
-    `holdfast.Holdfast`."""
+    """The storage and the codecs of an app, which all objects of the app share."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class Session:
         clock: Clock | None,
     ) -> None:
         if storage is not None and url is not None:
-            raise OptionError("url and storage are both given: pass only one")
+            raise OptionError("url and storage are mutually exclusive: pass only one")
         self.codecs = Codecs(codec)
         self.namespace = os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE if namespace is None else namespace
         self.max_payload = max_payload
         resolved_url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         self.url = resolved_url if storage is None and clock is None else None
-        """None if the app was created with a storage object or with a clock: another process cannot share it."""
+        """None if the app was created with a storage or a clock object, which another process cannot share."""
         if storage is None:
             try:
                 storage = connect(resolved_url, namespace=self.namespace, clock=clock, max_payload=max_payload)
@@ -58,15 +57,15 @@ class Session:
                     raise OptionError(f"{URL_VARIABLE}: {error}") from None
                 raise
         self._storage = storage
-        """The app's storage: open on `_loop`, or closed."""
+        """The storage of the app: open on `_loop`, or closed."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
-        """How many `async with app` blocks are active."""
+        """Number of active `async with app` blocks."""
         self._open: dict[asyncio.AbstractEventLoop, Storage] = {}
-        """The app's storage on the loop of `async with app`, and clones of it for blocking calls on other loops."""
+        """The storage on the loop of `async with app`, and clones of it for blocking calls on other loops."""
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self.rehearsal: Storage | None = None
-        """The storage of a rehearsal: used on every loop, open from its first use on."""
+        """The storage of a rehearsal. It is used on every loop, and opens at its first use."""
         self._users_in_rehearsal = 0
 
     def __repr__(self) -> str:
@@ -74,7 +73,7 @@ class Session:
 
     @property
     def storage(self) -> Storage:
-        """The storage that is open on the running loop. Raises `NotOpen`."""
+        """The storage that is open on the running event loop. Raises `NotOpen` if there is none."""
         if self.rehearsal is not None:
             return self.rehearsal
         try:
@@ -85,14 +84,11 @@ class Session:
             return storage
         if self._loop is None:
             raise NotOpen("the app is not open: use it inside 'async with app:'")
-        raise NotOpen(
-            "the app was opened on another event loop: open and use it on one loop, make a second app for a second"
-            " loop, or use `.sync` from other threads"
-        )
+        raise NotOpen("the app is open on another event loop: use it there, make a second app, or use `.sync`")
 
     @property
     def transaction_storage(self) -> Storage:
-        """The storage for `enqueue_in`, which works in a transaction of the caller and needs no open storage."""
+        """The storage for `enqueue_in`, which uses a transaction of the caller and needs no open storage."""
         return self.rehearsal or self._storage
 
     async def __aenter__(self) -> None:
@@ -113,7 +109,7 @@ class Session:
             self._users += 1
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._users_in_rehearsal:  # The rehearsal may have ended since.
+        if self._users_in_rehearsal:  # The rehearsal may have ended meanwhile.
             self._users_in_rehearsal -= 1
             return
         self._users -= 1
@@ -125,20 +121,20 @@ class Session:
                 await storage.__aexit__(None, None, None)
 
     def defer(self) -> None:
-        """Open the storage only when it is first used: in a child process most handlers never use it."""
+        """Open the storage at its first use: in a child process most handlers never use it."""
         assert self._loop is None
         self._storage.lazy = True
 
     def rehearse(self, storage: Storage | None) -> None:
-        """For tests: use another storage on every loop, until None ends the rehearsal."""
+        """Use another storage on every loop; None ends this rehearsal. For tests."""
         if storage is not None:
             if self.rehearsal is not None:
-                raise OptionError("the app is in a rehearsal already: end that one first")
+                raise OptionError("the app is already in a rehearsal: end that one first")
             storage.open_lazily()
         self.rehearsal = storage
 
     async def open_for_blocking_calls(self) -> None:
-        """Open the storage on the running loop too, unless it is."""
+        """Open the storage on the running loop too, if it is not open there."""
         loop = asyncio.get_running_loop()
         if self.rehearsal is not None or loop in self._open:
             return
@@ -155,5 +151,5 @@ class Session:
             await storage.__aexit__(None, None, None)
 
     def _lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
-        """Held while a storage is opened or closed on a loop."""
+        """Return the lock that is held while a storage is opened or closed on a loop."""
         return self._locks.setdefault(loop, asyncio.Lock())

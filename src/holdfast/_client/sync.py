@@ -1,7 +1,7 @@
-"""The same verbs, blocking: for Django views, scripts and notebooks. Each call runs on one event loop in the
-background, which opens what it needs when it is first used, and again after a fork.
+"""Blocking versions of the API: for Django views, scripts and notebooks. Each call runs on an event loop in a
+background thread, which starts at the first call, and again after a fork.
 
-Every method here has the signature and the docstring of the one it calls; a test compares them.
+Every method here has the signature and the docstring of the async method that it calls; a test compares them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from operator import attrgetter
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
@@ -37,8 +37,7 @@ T = TypeVar("T")
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
-"""The loop of each process id, on a thread of its own. A child that was forked does not have the threads of its
-parent, so it does not use the loop of its parent, which stays here."""
+"""The loop of each process id. A forked child does not have the thread of its parent's loop, so it starts another."""
 
 
 def _background_loop() -> asyncio.AbstractEventLoop:
@@ -52,14 +51,14 @@ def _background_loop() -> asyncio.AbstractEventLoop:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()  # Another thread may have held it in the parent.
+    _lock = threading.Lock()  # Another thread of the parent may have held it during the fork.
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def run(session: Session, make: Callable[[], Awaitable[T]]) -> T:
-    """Run what `make` gives on the background's loop, and wait for it."""
+    """Await the result of `make` on the background loop, and wait for it."""
     _refuse_in_a_loop()
 
     async def opened() -> T:
@@ -79,7 +78,7 @@ def _refuse_in_a_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise NotOpen("a blocking call in a running event loop would stop the loop: await the async version instead")
+    raise NotOpen("a blocking call inside an event loop would stop the loop: await the async version instead")
 
 
 @atexit.register
@@ -89,8 +88,8 @@ def _close_all() -> None:
 
 
 class Blocking(Generic[S_co]):
-    """The blocking form of an object of the class `mirrors`. A subclass annotates the attributes of the object that can
-    be read; its methods have the docstrings of the class."""
+    """The blocking form of an object of the class `mirrors`. Annotations of a subclass become properties that read the
+    attributes of the object; its methods get the docstrings of the class."""
 
     def __init__(self, session: Session, source: S_co) -> None:
         self._session = session
@@ -116,7 +115,7 @@ def blocking(method: Verb[S, P, R]) -> BlockingVerb[S, P, R]: ...
 @overload
 def blocking(method: Verb[S, P, R], wrap: Callable[[Session, R], T]) -> BlockingVerb[S, P, T]: ...
 def blocking(method: Callable[..., Any], wrap: Callable[[Session, Any], Any] | None = None) -> Callable[..., Any]:
-    """The blocking form of an async method; `wrap` makes the blocking form of its result."""
+    """Return the blocking form of an async method. `wrap` makes the blocking form of its result."""
 
     @functools.wraps(method)
     def call(self: Blocking[Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,18 +127,15 @@ def blocking(method: Callable[..., Any], wrap: Callable[[Session, Any], Any] | N
 
 
 def iterating(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> BlockingVerb[S, P, Iterator[T]]:
-    """The blocking form of an async generator."""
+    """Return the blocking form of an async generator."""
 
     def iterate(self: Blocking[S], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         session, source = self._session, self._source  # pyright: ignore[reportPrivateUsage]
         items = method(source, *args, **kwargs)
         try:
-            while True:
-                try:
-                    item = run(session, items.__anext__)
-                except StopAsyncIteration:
-                    return
-                yield item
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield run(session, items.__anext__)
         finally:
             run(session, items.aclose)  # type: ignore[attr-defined]
 
@@ -147,7 +143,7 @@ def iterating(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> Blocking
 
 
 class SyncHandle(Blocking[Handle[R_co]], mirrors=Handle):
-    """A job that was requested. See `Handle`."""
+    """A requested job, blocking. See `Handle`."""
 
     queue: str
     id: str
@@ -179,7 +175,7 @@ class SyncUsing(Blocking[Using[P, R]], mirrors=Using):
 
 
 class SyncLease(Blocking[Lease], mirrors=Lease):
-    """The right to work on one job. See `Lease`."""
+    """The right to run one job, blocking. See `Lease`."""
 
     queue: str
     id: str
@@ -234,19 +230,18 @@ class SyncQueue(Blocking[Queue], mirrors=Queue):
         self, *, seconds: Seconds = 30, wait: Seconds | None = DEFAULT_WAIT_S, extend: bool = True
     ) -> Generator[SyncLease | None]:
         block = self._source.leased(seconds=seconds, wait=wait, extend=extend)
+
+        def leave(*exc: Any) -> bool | None:
+            return run(self._session, lambda: block.__aexit__(*exc))
+
         lease = run(self._session, block.__aenter__)
-        try:
-            yield None if lease is None else SyncLease(self._session, lease)
-        except BaseException as error:
-            raised = error
-            run(self._session, lambda: _leave(block, raised))
-            raise
-        else:
-            run(self._session, lambda: _leave(block, None))
+        with ExitStack() as stack:
+            stack.push(leave)
+            yield _sync_lease(self._session, lease)
 
 
 class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
-    """An app, blocking. See `Holdfast`; tasks and queues have a `sync` of their own."""
+    """An app, blocking. See `Holdfast`. Tasks and queues have `sync` too."""
 
     lease = blocking(Holdfast[Any].lease, _sync_lease)
     stats = blocking(Holdfast[Any].stats)
@@ -260,15 +255,7 @@ class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
         return SyncQueue(self._session, self._source.queue(name, **options))
 
     def close(self) -> None:
-        """Close the connection of the blocking calls. The next one opens it again."""
+        """Close the connection of the blocking calls. The next call opens it again."""
         _refuse_in_a_loop()
         if loop := _loops.get(os.getpid()):
             asyncio.run_coroutine_threadsafe(self._session.close_for_blocking_calls(), loop).result(5)
-
-
-async def _leave(block: Any, error: BaseException | None) -> None:
-    try:
-        await block.__aexit__(None if error is None else type(error), error, None)
-    except BaseException as raised:
-        if raised is not error:
-            raise

@@ -1,4 +1,4 @@
-"""Tasks: a function, its options, its handlers."""
+"""Tasks: a function, its options, its fail handler."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ F = TypeVar("F", bound=Callable[[Failure], object])
 
 
 class Task(Using[P, R], Generic[P, R, C]):
-    """A function that can be requested: `enqueue`, `call`, `using`, `bind`. Called plainly, it runs here."""
+    """A function whose runs can be requested: `enqueue`, `call`, `using`, `bind`. A direct call runs it here."""
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition, {})
         self.name = definition.name
-        """Name of the queue of this task."""
+        """Name of the task and of its queue."""
         self.__wrapped__ = definition.arguments.function
         self.__doc__ = definition.arguments.function.__doc__
         self.__name__ = name_of(definition.arguments.function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C:
         if self._definition.stub:
-            raise OptionError(f"{self.name} is a stub: its function is in another program. Use enqueue or call")
+            raise OptionError(f"{self.name} is a stub, and its function is in another program: use enqueue or call")
         return cast("C", self._definition.arguments.function(*args, **kwargs))
 
     @overload
@@ -45,8 +45,8 @@ class Task(Using[P, R], Generic[P, R, C]):
     @overload
     def on_failure(self, /, **options: Unpack[HandlerOptions]) -> Callable[[F], F]: ...
     def on_failure(self, function: Any = None, /, **options: Any) -> Any:
-        """Register a handler for jobs of this task that failed for good. It runs at least once, as a separate job that
-        is stored in the same step as the failure. It takes a `Failure`; its options are listed in docs/api.md."""
+        """Register a handler for failed jobs of this task. It takes a `Failure`, and runs at least once, as a job that
+        is stored in the same step as the failure. docs/api.md lists the options."""
 
         def register(function: F) -> F:
             self._definition.add_fail_handler(function, cast("HandlerOptions", options))
@@ -59,7 +59,7 @@ class Task(Using[P, R], Generic[P, R, C]):
 
 
 class TaskDecorator(Protocol):
-    """What `@app.task(…)` gives."""
+    """The type of `@app.task(…)`."""
 
     @overload
     def __call__(self, function: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, R, Coroutine[Any, Any, R]]: ...
@@ -68,21 +68,21 @@ class TaskDecorator(Protocol):
 
 
 class Definition:
-    """A task as its app knows it: the function, its options, its handlers."""
+    """A task as its app has it: the function, its options, its handler and its fail handler."""
 
     def __init__(
         self, session: Session, function: Callable[..., Any], name: str, options: TaskOptions, *, stub: bool = False
     ) -> None:
         self.session = session
         self.stub = stub
-        """The function is in another program; here is only its signature."""
+        """The function is in another program; only its signature is used here."""
         self.name = name
         self.arguments = Arguments(name, function)
         unique, singleton = options.get("unique"), options.get("singleton")
         if unique is not None and singleton is not None:
             raise OptionError(
-                f"{name}: unique and singleton cannot be combined. unique ignores a duplicate request, singleton runs"
-                " the newest one afterwards. Choose one"
+                f"{name}: unique and singleton are mutually exclusive: pass only one. unique ignores a duplicate"
+                " request, singleton runs the newest request afterwards"
             )
         template = unique if singleton is None else singleton
         self.make_id = None if template is None else id_maker(self.arguments, template)
@@ -90,7 +90,7 @@ class Definition:
         priority = OPTIONS["priority"].convert(options.get("priority", DEFAULT_PRIORITY))
         codecs, codec_name = session.codecs, options.get("codec")
         self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
-        """Writes arguments and results."""
+        """Encodes arguments and results."""
         config = queue_config(name, TaskOptions, options)
         self.handler = Handler(config, self.arguments, codecs, self.codec.name)
         self.fail_handler: Handler | None = None
@@ -102,16 +102,16 @@ class Definition:
             priority=priority,
             at_most_once=config.policy.at_most_once,
         )
-        """Makes what the requests with the given options have in common."""
+        """Makes the template of requests with the given options."""
 
     def add_fail_handler(self, function: Callable[[Failure], object], options: HandlerOptions) -> None:
         check_names(f"on_failure of {self.name}", HandlerOptions, options)
         if self.fail_handler is not None:
-            raise OptionError(f"{self.name} has a fail handler already")
+            raise OptionError(f"{self.name} already has a fail handler: register only one")
         queue, codecs = self.name + FAILED_SUFFIX, self.session.codecs
         arguments = Arguments(queue, function)
         if len(arguments.signature.parameters) != 1:
-            raise OptionError(f"the fail handler of {self.name} takes one parameter, a Failure")
+            raise OptionError(f"the fail handler of {self.name} must have one parameter, a Failure")
         config = queue_config(queue, HandlerOptions, options)
         self.fail_handler = Handler(config, arguments, codecs, codecs.default.name)
         self.fail_handler.fails_for = self.arguments
@@ -120,13 +120,13 @@ class Definition:
 
 
 def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> QueueConfig:
-    """How the jobs of one queue are run: the given options, and the defaults of the place where they were given."""
+    """Return how the jobs of a queue are run: the options, and the defaults of the TypedDict `place` for the others."""
     fields = all_fields(place, options)
     shortest, longest = fields["min_backoff_ms"], fields["max_backoff_ms"]
     if shortest > longest:
         if "min_backoff" in options and "max_backoff" in options:
             raise OptionError(f"max_backoff ({longest / 1000:g} s) is less than min_backoff ({shortest / 1000:g} s)")
-        given = shortest if "min_backoff" in options else longest  # It crosses the default of the other.
+        given = shortest if "min_backoff" in options else longest  # The default of the other one does not fit.
         fields.update(min_backoff_ms=given, max_backoff_ms=given)
     at_most_once = fields["delivery"] == "at_most_once"
     if at_most_once:

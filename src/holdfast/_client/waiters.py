@@ -1,12 +1,12 @@
-"""Waiting for a job's end: subscribe, make sure that the outcome is kept, poll, and poll again on every hint. The
-outcome becomes a value, or the exception that says how the job ended.
+"""Waiting for the end of a job: subscribe, ask the storage to keep the outcome, poll, and poll again on every event.
 
-A hint that is lost costs at most one `POLL_INTERVAL_S`; the record is the truth.
+A lost event delays the waiter by at most one `POLL_INTERVAL_S`. The record decides, not the event.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
@@ -26,42 +26,37 @@ from holdfast.storage import Storage
 KEEP_MARGIN_MS = 10_000
 """An outcome is kept for this much longer than its waiter waits."""
 KEEP_FOREVER_MS = 60_000
-"""A waiter without a limit asks for this much, again and again."""
+"""A waiter without a limit asks to keep the outcome for this time, and asks again every `ASK_AGAIN_S`."""
 ASK_AGAIN_S = 30.0
 LISTEN_S = 2.0
-"""How long to try to subscribe before polling instead."""
+"""Maximum time to subscribe. After that the waiter only polls."""
 LAST_POLL_S = 1.0
-"""A poll may take this long, even past the end of the wait."""
+"""Minimum time for the reply to a poll, also past the end of the wait."""
 
 
 async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s: float | None = 30.0) -> Outcome:
-    """How a generation of a job ended: completed or failed.
-
-    Raises `JobCancelled`, `JobForgotten`, or `WaitTimeout` after `wait_s` seconds; 0 polls once, None is without a
-    limit.
-    """
-    wait_s = to_wait_s(wait_s)
+    """Wait for the end of a generation of a job, completed or failed: 0 polls once, None waits without a limit. Raises
+    `JobCancelled`, `JobForgotten`, or `WaitTimeout`."""
     async with _Waiter(storage, queue, id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 await waiter.ask_to_keep()
         except TimeoutError:
-            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s") from None
+            raise WaitTimeout(f"{waiter}: the storage did not answer within {wait_s:g} s") from None
         return await waiter.wait(generation, poll_first=True)
 
 
 async def ask(
     storage: Storage, queue: str, request: Request, *, wait_s: float | None, check: Callable[[Enqueued], None]
 ) -> tuple[Enqueued, Outcome]:
-    """Enqueue a request and wait for how it ends. Listens before it enqueues, so that the usual answer needs no poll
-    of the record. `check` may raise at the reply. Raises as `wait` does."""
-    wait_s = to_wait_s(wait_s)
+    """Enqueue a request and wait for its end. Subscribes before it enqueues, so that the usual answer needs no poll.
+    `check` may raise for the reply. Raises like `wait`."""
     async with _Waiter(storage, queue, request.id, wait_s) as waiter:
         try:
             async with waiter.in_time():
                 (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
         except TimeoutError:
-            raise WaitTimeout(f"{waiter}: its storage did not answer within {wait_s:g} s; it may be stored") from None
+            raise WaitTimeout(f"{waiter}: the storage did not answer within {wait_s:g} s; it may be stored") from None
         check(reply)
         if reply.outcome is not None:
             return reply, reply.outcome
@@ -70,14 +65,14 @@ async def ask(
 
 
 def to_wait_s(value: Seconds | None) -> float | None:
-    """How long a caller waits, in seconds; None waits without a limit."""
+    """Check and convert a `wait` to seconds; None waits without a limit."""
     if value is None or (isinstance(value, int | float) and 0 <= value <= MAX_WAIT_S and not isinstance(value, bool)):
         return value
     return to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
 
 
 def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: Any) -> Any:
-    """The result of a completed job, decoded as `returns`. Raises `JobFailed` or `JobCancelled` for any other."""
+    """Return the result of a completed job, decoded as `returns`. Raises `JobFailed` or `JobCancelled`."""
     if outcome.state is State.CANCELLED:
         raise JobCancelled(f"job {id!r} in {queue} was cancelled")
     if outcome.state is State.FAILED:
@@ -89,7 +84,7 @@ def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: A
 
 
 class _Waiter:
-    """Waits for one job."""
+    """One wait for one job. Use it with `async with`."""
 
     def __init__(self, storage: Storage, queue: str, id: str, wait_s: float | None) -> None:
         self._storage = storage
@@ -107,7 +102,7 @@ class _Waiter:
         return f"job {self._id!r} in {self._queue}"
 
     async def __aenter__(self) -> Self:
-        """Subscribe to hints, unless that takes too long, or there is only one poll."""
+        """Subscribe to the end of the job, unless that takes too long, or the wait is a single poll."""
         if self._wait_s == 0:
             return self
         listening = self._storage.subscribe(Topic(self._queue, "ends", self._id))
@@ -124,14 +119,14 @@ class _Waiter:
             await self._listening.__aexit__(None, None, None)
 
     def in_time(self) -> asyncio.Timeout:
-        """A limit for a step of the wait: the rest of it, or as long as one poll may take."""
+        """Return the time limit of a call: the rest of the wait, but at least `LAST_POLL_S`."""
         now = asyncio.get_running_loop().time()
         return asyncio.timeout_at(None if self._deadline is None else max(self._deadline, now + LAST_POLL_S))
 
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
         if kept is KeepResult.MISSING:
-            raise JobForgotten(f"{self} has no record (any more)")
+            raise JobForgotten(f"{self} has no record: it never existed, or its outcome was not kept")
         self._asked_at = asyncio.get_running_loop().time()
 
     async def wait(self, generation: int, *, poll_first: bool) -> Outcome:
@@ -141,7 +136,7 @@ class _Waiter:
         while True:
             found: Outcome | Answer | None = None
             if hint is not None and hint.outcome is not None and hint.outcome.generation == generation:
-                found = hint.outcome  # That of another generation could be younger than one that the record still has.
+                found = hint.outcome  # The record may have an older outcome than that of another generation.
             if found is None and poll:
                 found = await self._poll(generation)
             if isinstance(found, Outcome):
@@ -154,13 +149,12 @@ class _Waiter:
                     await self.ask_to_keep()
                 except StorageUnavailable as error:
                     self._storage_error = error
-            left = POLL_INTERVAL_S if self._deadline is None else min(POLL_INTERVAL_S, self._deadline - loop.time())
-            left = max(left, 0.0)
+            left = max(0.0, min(POLL_INTERVAL_S, math.inf if self._deadline is None else self._deadline - loop.time()))
             hint = await (asyncio.sleep(left, None) if self._events is None else self._events.within(left))
             poll = True
 
     async def _poll(self, generation: int) -> Outcome | Answer | None:
-        """What the record says. While the storage cannot be reached the wait goes on, but not past its end."""
+        """Read the answer of the record; None if the storage cannot be reached, which does not end the wait."""
         try:
             async with self.in_time():
                 (job,) = await self._storage.get(self._queue, [self._id])
@@ -174,10 +168,10 @@ class _Waiter:
 
     def _raise_if_over(self, answer: Answer | None) -> None:
         if answer is Answer.DROPPED:
-            raise JobCancelled(f"the request for {self} was cancelled while an earlier run went on")
+            raise JobCancelled(f"the request for {self} was cancelled during an earlier run")
         if answer is Answer.FORGOTTEN:
             raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
             error = self._storage_error
             reason = "" if error is None else f" (the storage could not be reached: {error})"
-            raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it goes on{reason}")
+            raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it continues{reason}")
