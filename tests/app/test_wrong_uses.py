@@ -329,7 +329,7 @@ def test_an_id_function_that_gives_no_text_is_refused(idle: Holdfast[Any]) -> No
         task.bind(5)
     with pytest.raises(OptionError, match="content_id has no arguments"):
         content_id()
-    with pytest.raises(PayloadRejected, match="no id can be made from this content"):
+    with pytest.raises(PayloadRejected, match="content_id cannot encode this content"):
         content_id(Opaque())
 
 

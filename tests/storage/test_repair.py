@@ -105,7 +105,9 @@ class MemorySaboteur:
         if job.state is State.WAITING:
             bisect.insort(self._queue.indexes[State.RUNNING], ((job.run_at,), id.encode()))
         else:
-            bisect.insort(self._queue.indexes[State.WAITING], ((-job.priority, job.run_at, job.arrival), id.encode()))
+            bisect.insort(
+                self._queue.indexes[State.WAITING], ((-job.work.priority, job.run_at, job.arrival), id.encode())
+            )
 
     def strand(self, id: str) -> None:
         del self._queue.records[id.encode()]

@@ -316,7 +316,8 @@ class Holdfast(RunnableApp, Generic[T]):
         )
 
     def _open_lazily(self) -> Self:
-        self._session.defer()
+        """Return this app, whose storage opens at its first use: in a child process most handlers never use it."""
+        self._session.open_lazily()
         return self
 
     def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:

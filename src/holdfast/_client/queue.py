@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-COPIED = ("id", "state", "generation", "priority", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
+COPIED = ("id", "state", "generation", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
 """Fields of a record that `JobInfo` has unchanged."""
 
 
@@ -231,6 +231,7 @@ class Queue:
         return JobInfo(
             queue=self.name,
             payload=decode(job.work.payload, job.work.codec),
+            priority=job.work.priority,
             run_at=from_at(job.run_at),
             created_at=from_at(job.generation),
             progress=decode(None if job.run is None else job.run.progress, "json"),

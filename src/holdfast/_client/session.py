@@ -120,8 +120,8 @@ class Session:
                 self._loop = None
                 await storage.__aexit__(None, None, None)
 
-    def defer(self) -> None:
-        """Open the storage at its first use: in a child process most handlers never use it."""
+    def open_lazily(self) -> None:
+        """Open the storage at its first use, not at `async with app`."""
         assert self._loop is None
         self._storage.lazy = True
 

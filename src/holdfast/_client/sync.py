@@ -49,12 +49,8 @@ def _background_loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # Another thread of the parent may have held it during the fork.
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# A fork waits for the lock: otherwise a child could get it locked by a thread that it does not have.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def run(session: Session, make: Callable[[], Awaitable[T]]) -> T:

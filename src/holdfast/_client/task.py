@@ -47,11 +47,7 @@ class Task(Using[P, R], Generic[P, R, C]):
     def on_failure(self, function: Any = None, /, **options: Any) -> Any:
         """Register a handler for failed jobs of this task. It takes a `Failure`, and runs at least once, as a job that
         is stored in the same step as the failure. docs/api.md lists the options."""
-
-        def register(function: F) -> F:
-            self._definition.add_fail_handler(function, cast("HandlerOptions", options))
-            return function
-
+        register = functools.partial(self._definition.add_fail_handler, cast("HandlerOptions", options))
         return register if function is None else register(function)
 
     def __repr__(self) -> str:
@@ -104,7 +100,7 @@ class Definition:
         )
         """Makes the template of requests with the given options."""
 
-    def add_fail_handler(self, function: Callable[[Failure], object], options: HandlerOptions) -> None:
+    def add_fail_handler(self, options: HandlerOptions, function: F) -> F:
         check_names(f"on_failure of {self.name}", HandlerOptions, options)
         if self.fail_handler is not None:
             raise OptionError(f"{self.name} already has a fail handler: register only one")
@@ -117,6 +113,7 @@ class Definition:
         self.fail_handler.fails_for = self.arguments
         config = self.handler.config
         self.handler.config = replace(config, policy=replace(config.policy, follows_up=True))
+        return function
 
 
 def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> QueueConfig:

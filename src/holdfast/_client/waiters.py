@@ -37,6 +37,7 @@ LAST_POLL_S = 1.0
 async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s: float | None = 30.0) -> Outcome:
     """Wait for the end of a generation of a job, completed or failed: 0 polls once, None waits without a limit. Raises
     `JobCancelled`, `JobForgotten`, or `WaitTimeout`."""
+    wait_s = to_wait_s(wait_s)
     async with _Waiter(storage, queue, id, wait_s) as waiter:
         try:
             async with waiter.in_time():
@@ -143,14 +144,22 @@ class _Waiter:
                 if found.state is State.CANCELLED:
                     raise JobCancelled(f"{self} was cancelled")
                 return found
-            self._raise_if_over(found)
+            if found is Answer.DROPPED:
+                raise JobCancelled(f"the request for {self} was cancelled during an earlier run")
+            if found is Answer.FORGOTTEN:
+                raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
+            left = math.inf if self._deadline is None else self._deadline - loop.time()
+            if left <= 0:
+                error = self._storage_error
+                reason = "" if error is None else f" (the storage could not be reached: {error})"
+                raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it continues{reason}")
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
                 try:
                     await self.ask_to_keep()
                 except StorageUnavailable as error:
                     self._storage_error = error
-            left = max(0.0, min(POLL_INTERVAL_S, math.inf if self._deadline is None else self._deadline - loop.time()))
-            hint = await (asyncio.sleep(left, None) if self._events is None else self._events.within(left))
+            pause = min(POLL_INTERVAL_S, left)
+            hint = await (asyncio.sleep(pause, None) if self._events is None else self._events.within(pause))
             poll = True
 
     async def _poll(self, generation: int) -> Outcome | Answer | None:
@@ -165,13 +174,3 @@ class _Waiter:
             return None
         self._storage_error = None
         return answer(job, generation)
-
-    def _raise_if_over(self, answer: Answer | None) -> None:
-        if answer is Answer.DROPPED:
-            raise JobCancelled(f"the request for {self} was cancelled during an earlier run")
-        if answer is Answer.FORGOTTEN:
-            raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
-        if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
-            error = self._storage_error
-            reason = "" if error is None else f" (the storage could not be reached: {error})"
-            raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it continues{reason}")

@@ -156,10 +156,6 @@ class Job(Value, frozen=True):
         return self.work.payload
 
     @property
-    def priority(self) -> int:
-        return self.work.priority
-
-    @property
     def worker(self) -> str | None:
         return None if self.run is None else self.run.worker
 

@@ -42,6 +42,7 @@ class Step(jobs.Value, frozen=True):
     kinds: tuple[EventKind, ...] = ()
 
 
+Enqueueing = tuple[Step, Enqueued]
 _Due = tuple[int, int, int]
 """When a request is due: `run_at`, `arrival` and `wall_at` as in `Job`."""
 
@@ -61,7 +62,7 @@ def tidy(job: Job, now: int) -> Job:
 # Requests
 
 
-def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, Enqueued]:
+def enqueue(job: Job | None, request: Request, time: QueueTime) -> Enqueueing:
     now = time.last_at
     stamp = time.stamp()
     if job is not None and forgotten(job, now):
@@ -81,9 +82,7 @@ def enqueue(job: Job | None, request: Request, time: QueueTime) -> tuple[Step, E
     return _update_running(job, job.run, request, update, time, stamp)
 
 
-def _enqueue_on_finished(
-    job: Job, outcome: Outcome, request: Request, time: QueueTime, stamp: int
-) -> tuple[Step, Enqueued]:
+def _enqueue_on_finished(job: Job, outcome: Outcome, request: Request, time: QueueTime, stamp: int) -> Enqueueing:
     if request.update is None and outcome.state is State.COMPLETED and time.last_at < outcome.dedup_at:
         return Step(job), Enqueued(job.id, Placed.COMPLETED, outcome.generation, outcome.state, outcome)
     takes_stored = request.update is not None and not request.update.payload and job.work.payload is not None
@@ -93,7 +92,7 @@ def _enqueue_on_finished(
     return _start(job, request, work, time, stamp)
 
 
-def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> tuple[Step, Enqueued]:
+def _start(job: Job | None, request: Request, work: Work, time: QueueTime, stamp: int) -> Enqueueing:
     started = new_generation(job, request, work, time, stamp)
     reply = Enqueued(started.id, Placed.NEW, stamp, None if job is None else job.state)
     return Step(started, (EventKind.ENQUEUED,)), reply
@@ -108,9 +107,7 @@ def new_generation(job: Job | None, request: Request, work: Work, time: QueueTim
     return _waited_for(started, request, time.last_at) if request.keep_ms else started
 
 
-def _update_waiting(
-    job: Job, request: Request, update: jobs.Update, time: QueueTime, stamp: int
-) -> tuple[Step, Enqueued]:
+def _update_waiting(job: Job, request: Request, update: jobs.Update, time: QueueTime, stamp: int) -> Enqueueing:
     due = _choose(update.run_at, _due_of(job), _due(request, time, stamp), time)
     work = request.work if update.payload else job.work
     job = _regenerate(_waited_for(job, request, time.last_at), stamp, work, due, update.resets_counts)
@@ -119,7 +116,7 @@ def _update_waiting(
 
 def _update_running(
     job: Job, run: jobs.StoredLease, request: Request, update: jobs.Update, time: QueueTime, stamp: int
-) -> tuple[Step, Enqueued]:
+) -> Enqueueing:
     """Set or update `next`. It has a full request; its fields `takes_…` and `resets_counts` are rules for a merge."""
     due, old = _due(request, time, stamp), run.next
     if old is not None:
