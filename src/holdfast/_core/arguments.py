@@ -114,9 +114,7 @@ class Arguments:
             try:
                 codec.decode(b"", type)
             except TypeError as error:
-                raise OptionError(
-                    f"{what} of {self.name} has a type that {codec.name} cannot decode: {error}"
-                ) from error
+                raise OptionError(f"{what} of {self.name} has a type that {codec.name} cannot read: {error}") from error
             except UNDECODABLE:
                 pass  # Empty bytes fit no type; only the type itself is checked here.
         if not self.whole:
@@ -218,10 +216,7 @@ def _separators(what: str, pieces: list[Any]) -> str:
         raise OptionError(f"{what} needs a character between two fields: use ':' or '-'")
     special = "".join(sorted(set("".join(between))))
     if set(special) & set("0123456789ABCDEF%~"):
-        raise OptionError(
-            f"{what} has a digit, a letter from A to F, a % or a ~ between two fields:"
-            " use ':', '-' or another character"
-        )
+        raise OptionError(f"{what} has a digit, a letter from A to F, % or ~ between two fields: use ':' or '-'")
     return special
 
 

@@ -106,9 +106,7 @@ class Codecs:
     def get(self, name: str) -> Codec:
         codec = self._known.get(name)
         if codec is None:
-            raise OptionError(
-                f"codec {name!r:.60} is not known here: use {', '.join(self._known)}, or add it with app.add_codec"
-            )
+            raise OptionError(f"codec {name!r:.60} is not known here: use {', '.join(self._known)}, or app.add_codec")
         return codec
 
     def encode(self, what: str, value: object, codec: Codec | None = None) -> bytes:
@@ -117,9 +115,8 @@ class Codecs:
         try:
             return codec.encode(value)
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-            kind = type(value).__name__
             raise PayloadRejected(
-                f"{what} cannot be sent as {codec.name} ({kind}): {_reason(error)}."
+                f"{what} cannot be sent as {codec.name} ({type(value).__name__}): {_reason(error)}."
                 " Send plain values, dataclasses, msgspec Structs or pydantic models"
             ) from error
 

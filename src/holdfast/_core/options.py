@@ -28,7 +28,6 @@ Seconds = float | timedelta
 OnConflict = Literal["keep", "update", "raise"] | Update
 IdTemplate = str | Callable[..., str]
 Delivery = Literal["at_least_once", "at_most_once"]
-OnStorageLoss = Literal["hold", "kill"]
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
@@ -84,7 +83,7 @@ class TaskOptions(HandlerOptions, total=False):
     result_ttl: Seconds
     dedup_ttl: Seconds
     delivery: Delivery
-    on_storage_loss: OnStorageLoss
+    on_storage_loss: Literal["hold", "kill"]
     codec: str
 
 
@@ -276,9 +275,7 @@ def to_at(name: str, value: datetime) -> int:
     if not isinstance(value, datetime):
         raise OptionError(f"{name} must be a datetime with a timezone, not {value!r:.60} ({type(value).__name__})")
     if value.utcoffset() is None:
-        raise OptionError(
-            f"{name}={value!r} has no timezone: use datetime.now(UTC) + … or value.astimezone(), or pass a delay"
-        )
+        raise OptionError(f"{name}={value!r} has no timezone: use datetime.now(UTC) + … or value.astimezone()")
     at = round((value - datetime(1970, 1, 1, tzinfo=UTC)) / timedelta(microseconds=1))
     if not 1 <= at < 4_102_444_800_000_000:
         raise OptionError(f"{name} must be between 1970 and 2100, not {value!r:.60}")
