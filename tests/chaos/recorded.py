@@ -102,7 +102,7 @@ def _claim(verb: Any) -> Any:
 
 def _claim_of(job: jobs.Job) -> history.Claim:
     counts = job.attempts, job.retries, job.stalls, job.timeouts
-    return history.Claim(job.id, job.generation, job.fence or 0, job.run_at, *counts, job.priority)
+    return history.Claim(job.id, job.generation, job.fence or 0, job.run_at, *counts, job.work.priority)
 
 
 def _settle(verb: Any) -> Any:

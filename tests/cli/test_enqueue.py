@@ -38,13 +38,13 @@ async def test_every_option_of_enqueue_reaches_the_job(run: Run, app: Holdfast[A
     assert (told.status, told.err) == (0, "")
     job = await record(app, "emails", "one")
     assert told.json == {"placed": "new", "id": "one", "queue": "emails", "generation": job.generation}
-    assert (job.work.payload, job.priority, job.work.timeout_ms) == (b'{"to":"ada"}', 9, 2500)
+    assert (job.work.payload, job.work.priority, job.work.timeout_ms) == (b'{"to":"ada"}', 9, 2500)
     assert from_at(job.run_at) - from_at(job.generation) == timedelta(hours=1)
     told = run("enqueue", "emails", "null", "--run-at", "2099-01-31T08:00:00+01:00")
     placed, id = told.out.split()
     assert (told.status, placed) == (0, "new")
     job = await record(app, "emails", id)
-    assert (job.work.payload, job.priority) == (b"null", 5)
+    assert (job.work.payload, job.work.priority) == (b"null", 5)
     assert from_at(job.run_at) == datetime(2099, 1, 31, 7, tzinfo=UTC)
 
 
