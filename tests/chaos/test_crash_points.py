@@ -76,7 +76,7 @@ UNREACHED = {
     "storage.redis.connection.ReconnectingConnection._open#2": "a server that cannot be reached",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
     "storage.redis.raw.open_connection#2": "a unix socket: tests/redis/test_login.py",
-    "storage.redis.topology.ask_once#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",
+    "storage.redis.topology.ask_first#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",
     "storage.redis.topology.SentinelServers.*": "sentinels: tests/redis/test_sentinel.py",
     "storage.redis.topology.ClusterServers.*": "a cluster: tests/redis/test_cluster.py",
     "storage.redis.RedisStorage._ready#1": "a cluster",

@@ -7,14 +7,11 @@ local FAST = true
 local stamp, append, list_of = clock.stamp, transaction.append, transaction.list_of
 local listened_to, record_event, REMOVED = transaction.listened_to, transaction.record_event, transaction.REMOVED
 local completed, encode_outcome = lifecycle.completed, record.encode_outcome
-local HEAD, LONG_PART, LEASE = record.HEAD, record.LONG_PART, record.LEASE
 
--- Where a record has its fields, where a lease has them, and where the head of a settlement has its fence and two lengths.
-local FLAGS_AT, PRIORITY_AT, GENERATION_AT, GENERATION_END = record.FLAGS_AT, record.PRIORITY_AT, record.GENERATION_AT,
-  record.RUN_AT_AT - 1
-local HEAD_BYTES, LONG_BYTES = record.ARRIVAL_AT - 1, record.LONG_END - 1 -- of a record at least, without and with LONG
-local ARRIVAL_AT, RETRIES_AT, RETRIES_END = record.ARRIVAL_AT, record.RETRIES_AT, record.STALLS_AT - 1
-local FENCE_AT, FENCE_END, HOLDER_AT = record.FENCE_AT, record.LEASE_MS_AT - 1, record.HOLDER_AT
+-- The last byte of some fields, and the least size of a record without and with LONG.
+local GENERATION_END, RETRIES_END, FENCE_END = RUN_AT_AT - 1, STALLS_AT - 1, LEASE_MS_AT - 1
+local HEAD_BYTES, LONG_BYTES = ARRIVAL_AT - 1, LONG_END - 1
+-- Where the head of a settlement has its fence and its two lengths.
 local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
 
 -- By the flags of a record. LIVE: without an outcome and an extension. PLAIN: without counts, error and waiters too.

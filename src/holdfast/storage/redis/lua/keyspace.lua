@@ -56,10 +56,8 @@ local LAYOUT, LAYOUT_MARK = 2, 160
 local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS, WAITED_MS = 3600000, 60000, 604800000, 10000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
-local STEP_BACK_US, MAX_STEPS = 1000000, 8
 local NEVER = 9007199254740991
 local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE = 10, 2
-local MAX_CALL_BYTES = 1048576
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
 local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
 
@@ -83,8 +81,14 @@ local MAKES_READY = {[KIND.ENQUEUED] = true, [KIND.PROMOTED] = true, [KIND.UPDAT
 
 local MARK, LONG, CUSTOM_ID, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
 local EXTENDED = 64 -- a flag of a record, of takes_payload in NEXT, of has_payload in a request, of priority in a follow-up
-local FIRST_WORK_TAG = 128
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
+
+-- The formats of a record, its LONG part and a lease, and where their fields begin. LONG_END is the first byte behind LONG.
+-- HOLDER_AT is the place of the size of a worker's name, which the name follows.
+local HEAD, LONG_PART, LEASE = '>BBI8I8', '<I8I8I4I4I4I4I8I8I4I4I4', '<BI8I4I8I2'
+local FLAGS_AT, PRIORITY_AT, GENERATION_AT, RUN_AT_AT = 1, 2, 3, 11
+local ARRIVAL_AT, RETRIES_AT, STALLS_AT, LONG_END = 19, 39, 43, 79
+local FENCE_AT, LEASE_MS_AT, HOLDER_AT = 2, 10, 22
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
 -- table: its first fields are the clock of the queue.

@@ -44,7 +44,7 @@ function metadata.find(queue)
   return ok and layout == LAYOUT and meta
 end
 
--- The same for a verb that cannot go on without it: only `rebuild` makes metadata that cannot be read again.
+-- The same, but metadata that cannot be read is an error: only `rebuild` can replace it.
 function metadata.read(queue)
   local meta = metadata.find(queue)
   if meta == false then error({err = 'HOLDFAST_METADATA ' .. queue}) end
