@@ -1,9 +1,6 @@
 """Jobs on Redis or Valkey: the Lua files in lua/ decide and store; this package writes calls and reads replies.
 
-script.py joins the Lua files, calls.py numbers and batches calls, connection.py sends them and reconnects, raw.py opens
-sockets, topology.py finds the server of a key, urls.py reads URLs and clients, notify.py receives messages and wake
-tokens, codec.py has the stored formats, reads.py has the reading verbs, audit.py checks, server_info.py describes the
-server.
+docs/internals.md has the path of a job through the modules. The Lua files mirror Python modules by name.
 """
 
 from __future__ import annotations

@@ -127,12 +127,7 @@ class Calls:
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     def call(
-        self,
-        key: str,
-        verb: str,
-        options: tuple[Argument, ...] = (),
-        items: Sequence[Argument] = (),
-        count: int = 0,
+        self, key: str, verb: str, options: tuple[Argument, ...] = (), items: Sequence[Argument] = (), count: int = 0
     ) -> asyncio.Future[tuple[Reply, int]]:
         """Make a call that changes something. The result is the reply, and the position of this caller's items in it. A
         call with a count of items may be joined with other calls of its verb. A claim has no items: its position is 1

@@ -62,7 +62,6 @@ class ReconnectingConnection(ABC):
         """Set when a connection is needed for the first time."""
         self._raw: RawConnection | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pause_s = BACKOFF_S[0]
         self._trouble = "not connected yet"
@@ -89,35 +88,32 @@ class ReconnectingConnection(ABC):
 
     def end(self) -> asyncio.Task[None] | None:
         """Close the connection for good. Returns the cancelled task that was opening it, if there was one."""
-        for timer in (self._retry, self._timer):
-            if timer is not None:
-                timer.cancel()
-        self._retry = self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
         self._drop()
         return opening
 
-    def _ensure_open(self) -> None:
+    def _ensure_open(self, pause_s: float = 0.0) -> None:
+        """Open a connection after a pause, unless there is one or it is being opened."""
         if self._raw is None and self._opening is None:
             self._loop = asyncio.get_running_loop()
-            if self._retry is not None:
-                self._retry.cancel()
-                self._retry = None
-            self._opening = self._loop.create_task(self._open(), name=f"holdfast connect {self.name}")
+            self._opening = self._loop.create_task(self._open(pause_s), name=f"holdfast connect {self.name}")
 
-    async def _open(self) -> None:
+    async def _open(self, pause_s: float) -> None:
         """Try to connect for as long as a connection is needed."""
         try:
             while self._is_needed():
+                await asyncio.sleep(pause_s)
                 try:
                     raw = await self._connect()
                 except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
                     self._trouble = f"{type(error).__name__}: {error}"
                     self._on_connect_error(error)
-                    if self._is_needed():
-                        await asyncio.sleep(self._next_pause_s())
+                    pause_s = self._next_pause_s()
                 else:
                     self._raw = raw
                     raw.start(self._on_reply, self._break)
@@ -135,7 +131,7 @@ class ReconnectingConnection(ABC):
         self._trouble = trouble
         self._drop()
         if self._is_needed():
-            self._retry = self._loop.call_later(self._next_pause_s(), self._ensure_open)
+            self._ensure_open(self._next_pause_s())
 
     def _drop(self) -> None:
         if self._raw is not None:

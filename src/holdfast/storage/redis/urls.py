@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from holdfast.errors import OptionError
 from holdfast.storage.redis.raw import KEEPALIVE, ConnectOptions, NodeAddress
@@ -61,13 +61,11 @@ USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
 }
 """Options of a URL and how their text is read. `timeout` and `eviction` are for the storage; all others have the names
 and meanings of redis-py."""
-UNUSED_OPTIONS = frozenset(
-    (
-        *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
-        *("lib_version", "protocol", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_read_size"),
-        *("socket_timeout", "socket_type"),
-    )
-)
+UNUSED_OPTIONS = {
+    *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
+    *("lib_version", "protocol", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_read_size"),
+    *("socket_timeout", "socket_type"),
+}
 """Options of redis-py that a URL may have and that change nothing: Holdfast has its own retries and timeouts."""
 
 
@@ -75,24 +73,19 @@ def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
     """Return the servers that a URL names, and the URL's options for the storage. `shown` is the URL as errors may show
     it. Errors show no other part: in a malformed URL any part may belong to the password."""
     try:
-        return _servers_from_url(urlsplit(url), shown)
-    except ValueError as error:
-        if isinstance(error, OptionError):
-            raise
+        parts = urlsplit(url)
+        scheme, path, service = parts.scheme, parts.path.strip("/"), ""
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        addresses = [_address(host, 26379 if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
+    except ValueError:
         raise OptionError(f"{shown!r:.120} is not the URL of a server: check its hosts and ports") from None
-
-
-def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, Any]]:
-    scheme, path, service = parts.scheme, parts.path.strip("/"), ""
-    credentials, _, hosts = parts.netloc.rpartition("@")
-    if "," in hosts and scheme not in ("redis+sentinel", "redis+cluster"):
+    if len(addresses) > 1 and scheme not in ("redis+sentinel", "redis+cluster"):
         raise OptionError(f"{shown!r:.120} names several hosts: use redis+sentinel:// or redis+cluster://")
-    addresses = [_address(host, 26379 if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
     if scheme == "redis+sentinel":
         service, _, path = path.partition("/")
         if not service:
             raise OptionError(f"{shown!r:.120} does not name a master: write redis+sentinel://host:26379/SERVICE/0")
-    if path and not path.isdigit():
+    if path and not path.isdecimal():
         raise OptionError(f"{shown!r:.120} has a database that is not a number: write redis://host:6379/0")
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
     login = {name: query.pop(f"sentinel_{name}", "") for name in ("username", "password") if service}

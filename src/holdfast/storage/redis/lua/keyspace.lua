@@ -1,13 +1,12 @@
 --[[ The life of a job on Redis and Valkey: the keyspace, the stored formats, and the names that all files share.
 
-script.py joins the files of this folder into one library of functions, which servers keep under a name made from its
-content, so that two releases can share a server. Every call of the library is one atomic step. The files mirror Python
-modules by name: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
-storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
-a verb are documented in storage/__init__.py. Payloads, results and errors are bytes that no file here looks into.
+script.py joins the files of this folder into one library of functions. Every call of the library is one atomic step. The
+files mirror Python modules: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
+storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. storage/base.py
+documents the verbs. The files do not read payloads, results and errors.
 
-The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals are its
-own (Lua allows 200 in one function), and puts what others call into the table that has the file's name.
+The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals stay
+private (Lua allows 200 in one function), and puts its public functions into the table that has the name of the file.
 
 KEYSPACE. The keys of a queue share the hash tag {namespace/queue}; the companion queue QUEUE/failed has the same tag. A
 call names the metadata key. In a cluster it names all other keys that it may touch too, so that the cluster refuses a call

@@ -152,13 +152,11 @@ local function cancelled(job, now)
     forget_at = forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now)}
 end
 
-local function completed(job, settlement, now)
+function lifecycle.completed(job, settlement, now)
   local dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
   return {state = COMPLETED, generation = job.generation, ended_at = now, dedup_at = dedup_at, codec = settlement.codec,
     result = settlement.result, forget_at = max(forget_at(job, settlement.result_ttl_ms, now), dedup_at)}
 end
-
-lifecycle.completed = completed
 
 local function failed(job, settlement, now)
   return {state = FAILED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
@@ -259,7 +257,7 @@ local RETRY_KINDS = {retries = KIND.RETRIED, stalls = KIND.STALLED, timeouts = K
 
 function lifecycle.settle(job, settlement, time)
   local now = time[LAST_AT]
-  if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), KIND.COMPLETED, now) end
+  if settlement.kind == COMPLETE then return finish(job, lifecycle.completed(job, settlement, now), KIND.COMPLETED, now) end
   if job.run.cancel_asked then return finish(job, cancelled(job, now), KIND.CANCELLED, now) end
   if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), KIND.FAILED, now) end
   if settlement.kind == RELEASE then return again(job, KIND.RELEASED, time) end

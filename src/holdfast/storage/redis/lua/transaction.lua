@@ -132,7 +132,8 @@ local function record_event(tx, kind, id, generation, run_at, waiters, outcome)
     events[#events + 1] = pack_event(kind, id, generation, run_at)
   end
   if waiters ~= '' and ENDS_A_WAIT[kind] then
-    append(list_of(tx, 'notices'), waiters, pack_event(kind, id, generation, run_at, outcome))
+    local packed, inboxes = pack_event(kind, id, generation, run_at, outcome), list_of(tx, 'inboxes')
+    for at = 1, #waiters, WAITER_BYTES do append(list_of(inboxes, sub(waiters, at, at + WAITER_BYTES - 1)), packed) end
   end
 end
 
@@ -210,14 +211,7 @@ end
 -- message per channel.
 local function publish(tx)
   if tx.events then call('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
-  local notices, inboxes = tx.notices, {}
-  for at = 1, notices and #notices or 0, 2 do
-    local waiters, packed = notices[at], notices[at + 1]
-    for place = 1, #waiters, WAITER_BYTES do
-      append(list_of(inboxes, sub(waiters, place, place + WAITER_BYTES - 1)), packed)
-    end
-  end
-  for client, packed in pairs(inboxes) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
+  for client, packed in pairs(tx.inboxes or {}) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
 end
 
 local function wake(tx)
@@ -248,14 +242,7 @@ local function first_score(key)
   return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
 end
 
--- Set the time from which a finished record may have to be forgotten. The stored time may be too early, never too late.
-local function find_forget_at(tx)
-  tx.meta[FORGET_AT] = NEVER
-  for state = COMPLETED, CANCELLED do
-    tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
-  end
-end
-
+-- Delete finished records whose time is over. FORGET_AT is the earliest such time: it may be too early, never too late.
 function transaction.sweep_forgotten(tx, limit)
   if tx.now < tx.meta[FORGET_AT] then return 0 end
   local met = 0
@@ -272,7 +259,12 @@ function transaction.sweep_forgotten(tx, limit)
     end
     met = met + #ids
   end
-  if met == 0 then find_forget_at(tx) end
+  if met == 0 then
+    tx.meta[FORGET_AT] = NEVER
+    for state = COMPLETED, CANCELLED do
+      tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
+    end
+  end
   return met
 end
 
