@@ -74,7 +74,8 @@ BUGS = [
         "what follows a run is stuck for ever if its update did not take run_at",
         "lua/lifecycle.lua",
         "following.generation, following, following, previous)\n",
-        "following.generation, following, following, previous)\n    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
+        "following.generation, following, following, previous)\n"
+        "    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
         (UPDATES,),
     ),
     Bug(

@@ -73,7 +73,6 @@ UNREACHED = {
     "storage.redis.RedisStorage._claim#[34]": "a claim that got no answer within its time: tests/redis/test_trouble.py",
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
     "storage.redis.RedisStorage._purge#4": "another client makes a queue anew while it is dropped",
-    "storage.redis.connection.ReconnectingConnection._open#2": "a server that cannot be reached",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
     "storage.redis.raw.open_connection#2": "a unix socket: tests/redis/test_login.py",
     "storage.redis.topology.ask_first#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",

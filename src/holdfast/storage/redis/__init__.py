@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
 
@@ -164,9 +164,10 @@ class RedisStorage(Storage):
         reply, start = await self._call_making(queue, self._key(queue), "enqueue", (), items, len(jobs))
         _, packed, cached = reply
         packed = packed[start * codec.ENQUEUED.size : (start + len(jobs)) * codec.ENQUEUED.size]
+        numbers: Iterator[tuple[int, int, int]] = codec.ENQUEUED.iter_unpack(packed)
         enqueued: list[Enqueued] = [
             Enqueued(request.id, codec.PLACED[placed], generation, codec.STATES[state])
-            for request, (placed, state, generation) in zip(jobs, codec.ENQUEUED.iter_unpack(packed), strict=True)
+            for request, (placed, state, generation) in zip(jobs, numbers, strict=True)
         ]
         for at, outcome, *_ in cached:
             index: int = at - 1 - start

@@ -70,8 +70,7 @@ class CallQueue:
         self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send the first call, joined with the calls behind it that fit, unless a call of its verb is in flight. Repeat
-        with the next call."""
+        """Send waiting calls in order, joined where they fit, up to one whose verb has a call in flight."""
         while (first := self._first()) is not None and first.verb not in self._in_flight:
             batch = [self._waiting.popleft()]
             count, size = first.count, 0
@@ -223,9 +222,7 @@ class Calls:
         name, detail = self._servers.name, str(error)
         match error.code:
             case "OOM":
-                return StorageFull(
-                    f"{name} is full, nothing was added: let workers drain it, purge jobs, or raise its maxmemory"
-                )
+                return StorageFull(f"{name} is full, nothing was added: drain it, purge jobs, or raise its maxmemory")
             case "HOLDFAST_LAYOUT":
                 return layout_error(f"a queue of {name}", detail.split()[1])
             case "HOLDFAST_METADATA":

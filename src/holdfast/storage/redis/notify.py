@@ -61,9 +61,7 @@ class PubSubListener(ReconnectingConnection):
         except BaseException as error:
             self.leave(channel)
             if isinstance(error, TimeoutError):
-                raise StorageUnavailable(
-                    f"{self.name} did not confirm a subscription in time: is it up and reachable?"
-                ) from None
+                raise StorageUnavailable(f"{self.name} did not confirm a subscription in time: is it up?") from None
             raise
 
     def leave(self, channel: str) -> None:

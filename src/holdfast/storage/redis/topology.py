@@ -7,7 +7,7 @@ from binascii import crc_hqx
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Self
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis import raw
@@ -176,7 +176,7 @@ class ClusterServers(Servers):
             raise ConnectionError(f"no node of {self.name} says which node has which slots: {error}") from error
         self._slots = [  # A master without a name is the node that was asked.
             (first, last, (master[0].decode() if master[0] else asked.host, master[1]))
-            for first, last, master, *_ in cast("Any", reply)
+            for first, last, master, *_ in reply
         ]
         self._refreshed_at = asyncio.get_running_loop().time()
 

@@ -179,13 +179,11 @@ def pipeline_for(transaction: object, servers: Servers) -> Any:
         )
     if servers.clustered:
         raise OptionError(
-            f"{servers.name} is a cluster, where a transaction cannot span slots: enqueue the job outside of it"
+            f"{servers.name} is a cluster, where transactions cannot span slots: enqueue outside of yours"
         )
     database, expected = int(transaction.connection_pool.connection_kwargs.get("db") or 0), servers.options.database
     if database != expected:
-        raise OptionError(
-            f"the pipeline uses database {database}, the jobs are in database {expected} of {servers.name}: use one"
-        )
+        raise OptionError(f"the pipeline uses database {database}, the jobs are in database {expected}: use the same")
     if transaction.watching and not transaction.explicit_transaction:
         raise OptionError("the pipeline watches keys and would send the command at once: call its multi() first")
     return transaction
