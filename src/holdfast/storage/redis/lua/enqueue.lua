@@ -1,4 +1,4 @@
--- The verb `enqueue`, on its own because an enqueue inside a caller's MULTI needs no other verb. Mirrors
+-- The verb `enqueue`, in a separate file because an enqueue in a caller's MULTI needs no other verb. Mirrors
 -- storage/local/engine.py.
 
 local REQUEST, ENQUEUED = '<BBBBBBBBI8I8', '<BBI8'

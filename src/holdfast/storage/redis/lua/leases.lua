@@ -1,5 +1,5 @@
--- Which jobs are due and which leases are over: what claims and sweeps read from the indexes. Mirrors the part of
--- storage/local/table.py that an enqueue does not need.
+-- Due jobs and expired leases, which claims and sweeps read from the indexes. Mirrors the part of storage/local/table.py
+-- that an enqueue does not need.
 
 local first_score = transaction.first_score
 local PAGE = 100 -- leases that are read at a time

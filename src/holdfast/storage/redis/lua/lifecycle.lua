@@ -42,7 +42,7 @@ local function due_of(request, time, at)
   return {run_at = time[LAST_AT] + 1000 * delay_ms, arrival = at, wall_at = 0}
 end
 
--- The one of two times that a rule takes, after both were moved with the clock.
+-- The time that a rule chooses from two, after both have followed the clock.
 local function choose(rule, old, new, time)
   local old_at = place(time, old.run_at, old.wall_at, old.arrival)
   local new_at = place(time, new.run_at, new.wall_at, new.arrival)
@@ -60,7 +60,7 @@ local function set_work(job, work)
   job.payload, job.has_payload = work.payload, true
 end
 
--- Let a job that waits stand for a request. The entries of its extension end with the generation that they describe.
+-- Replace the request of a waiting job by another one. The entries of its extension end with the generation that they describe.
 local function regenerate(job, request, generation, due)
   set_due(job, due)
   if request.takes_payload then set_work(job, request) end

@@ -10,8 +10,8 @@ local PAGE = 100 -- leases that are read at a time
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
 local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
 
--- Can a claim lease the record of this entry? A member that does not fit its record is removed. A job whose wall time is
--- early, because the clock has stepped, moves to its place. `passed_over` says that either has happened.
+-- Whether a claim can lease the record of this entry. If not, `passed_over` is set: a member that does not fit its record
+-- is removed, and a job that is early because the clock has stepped moves to its time.
 local function fits(tx, entry, index, member)
   if entry.damaged or entry.key ~= index or entry.member ~= member then
     transaction.remove_stray(tx, entry, index, member)
@@ -111,7 +111,7 @@ function REPEATS.claim(reply)
   return reply
 end
 
--- Of a claim only the ids and the fences are kept.
+-- The server keeps only the ids and the fences of a claim.
 function KEPT_AS.claim(reply)
   local ids, flat, kept = {}, reply[REPLY.JOBS], {unpack(reply)}
   for at = 1, #flat, 2 do ids[#ids + 1] = flat[at] end
@@ -250,7 +250,7 @@ function VERBS.sweep()
   return {overdue, stalled, forgotten, (more or forgotten == limit) and 1 or 0, leases.next_sweep_at(tx) or -1}
 end
 
--- Delete the first records of an index. A member that is not where its record says is removed.
+-- Delete the first records of an index. A member that does not fit its record is removed.
 local function purge_index(tx, index, limit)
   local key, ids = tx.queue .. index, {}
   local members = call('ZRANGE', key, 0, limit - 1)
