@@ -659,9 +659,9 @@ BUGS = [
     Bug(
         "not listed again",
         "a queue that another client dropped is made anew and in no snapshot",
-        "__init__.py",
-        "            if opened:\n",
-        "            if False:\n",
+        "lua/transaction.lua",
+        "  transaction.relist('SADD', queue)\n",
+        "",
         (ORDER, CALLS, REMEMBERING),
     ),
     Bug(
