@@ -73,8 +73,9 @@ BUGS = [
         "F-Q2",
         "what follows a run is stuck for ever if its update did not take run_at",
         "lua/lifecycle.lua",
-        "    set_due(promoted, following)\n",
-        "    set_due(promoted, following)\n    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
+        "following.generation, following, following, previous)\n",
+        "following.generation, following, following, previous)\n"
+        "    if following.takes_run_at ~= TAKES then promoted.run_at = 8e15 end\n",
         (UPDATES,),
     ),
     Bug(
@@ -122,8 +123,8 @@ BUGS = [
         "F-P2 b",
         "a cached outcome without a result is taken for missing",
         "__init__.py",
-        "            if 0 <= index < len(replies) and outcome:\n",
-        "            if 0 <= index < len(replies) and outcome and codec.decode_outcome(outcome).result is not None:\n",
+        "            if 0 <= index < len(enqueued) and outcome:\n",
+        "            if 0 <= index < len(enqueued) and outcome and codec.decode_outcome(outcome).result is not None:\n",
         ("test_seeds_platformatic", REMEMBERING),
     ),
     Bug(
@@ -325,7 +326,7 @@ BUGS = [
         "fence of a repeated claim not compared",
         "a repeated claim gives leases that others hold by now",
         "lua/verbs.lua",
-        "    if raw and run and sub(run, record.FENCE_AT, record.LEASE_MS_AT - 1) == fence then\n",
+        "    if raw and run and sub(run, FENCE_AT, LEASE_MS_AT - 1) == fence then\n",
         "    if raw and run then\n",
         (CALLS, CRASHES),
     ),
@@ -658,9 +659,9 @@ BUGS = [
     Bug(
         "not listed again",
         "a queue that another client dropped is made anew and in no snapshot",
-        "__init__.py",
-        "        if opened and not listed_now:\n",
-        "        if False:\n",
+        "lua/transaction.lua",
+        "  transaction.relist('SADD', queue)\n",
+        "",
         (ORDER, CALLS, REMEMBERING),
     ),
     Bug(

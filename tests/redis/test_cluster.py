@@ -259,3 +259,15 @@ async def test_a_queue_that_is_made_anew_while_it_is_dropped_stays_on_the_list(
         while await other.purge("q", list(State), drop=True):
             pass
         assert [stats.queue for stats in (await storage.snapshot()).queues] == ["q"]
+
+
+async def test_queue_that_another_client_dropped_is_listed_again(
+    cluster: Cluster, storage: Storage, namespace: str
+) -> None:
+    async with connect(cluster.url, clock=ManualClock(), namespace=namespace) as other:
+        await storage.enqueue("q", [Request("a", Work(b""))])
+        while await other.purge("q", list(State), drop=True):
+            pass
+        assert (await storage.snapshot()).queues == []
+        await storage.enqueue("q", [Request("b", Work(b""))])
+        assert [stats.queue for stats in (await storage.snapshot()).queues] == ["q"]

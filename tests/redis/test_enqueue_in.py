@@ -308,7 +308,7 @@ async def test_a_cluster_has_no_transactions_for_it() -> None:
     with redis.Redis(port=cluster.nodes[0].port) as client, pytest.raises(OptionError, match="is a cluster"):
         connect(cluster.url).enqueue_in(client.pipeline(), "q", [request()])
     with RedisCluster(port=cluster.nodes[0].port, host="127.0.0.1") as clients:
-        with pytest.raises(OptionError, match="ClusterPipeline is no transaction"):
+        with pytest.raises(OptionError, match="ClusterPipeline is not a transaction"):
             connect(cluster.url).enqueue_in(clients.pipeline(), "q", [request()])
 
 

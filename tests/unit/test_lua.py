@@ -126,8 +126,8 @@ def _table(name: str) -> str:
     return str(body)
 
 
-NOT_IN_LUA = {"answer", "newest_generation", "as_placed", "new_generation", "regenerate"}
-"""What only readers need, and parts of `choose`, `start`, `update_waiting` and `again`."""
+NOT_IN_LUA = {"answer", "newest_generation", "as_placed", "new_generation"}
+"""Functions that only readers need, and parts of `choose` and `start`."""
 OTHERWISE = {"due": "due_of", "end": "finish"}
 """`end` is a word of Lua's own."""
 

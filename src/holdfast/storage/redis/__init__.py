@@ -1,9 +1,6 @@
 """Jobs on Redis or Valkey: the Lua files in lua/ decide and store; this package writes calls and reads replies.
 
-script.py joins the Lua files, calls.py numbers and batches calls, connection.py sends them and reconnects, raw.py opens
-sockets, topology.py finds the server of a key, urls.py reads URLs and clients, notify.py receives messages and wake
-tokens, codec.py knows the stored bytes, reads.py has the reading verbs, audit.py checks, server_info.py describes the
-server.
+docs/internals.md has the path of a job through the modules. The Lua files mirror Python modules by name.
 """
 
 from __future__ import annotations
@@ -11,31 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any
 
 import msgspec
 
+from holdfast._core import replies
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind, Events, Topic
 from holdfast._core.jobs import Fail, Job, LeaseRef, Release, Request, Settlement, State, StoredLease
-from holdfast._core.replies import (
-    CancelResult,
-    Claim,
-    Enqueued,
-    Extended,
-    KeepResult,
-    Page,
-    Repaired,
-    SettleResult,
-    Snapshot,
-    StorageInfo,
-    Swept,
-    WorkerCommands,
-    WorkerFacts,
-)
+from holdfast._core.replies import CancelResult, Enqueued, KeepResult, SettleResult
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import Storage
@@ -54,10 +37,9 @@ from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 log = logging.getLogger("holdfast.redis")
 
 TIMEOUT_S = 10.0
-"""How long a call tries to reach the server before it gives up."""
+"""How long a call tries to reach the server before it fails."""
 CLIENT_BYTES = 9
-"""Random bytes in a client's name, which has 12 characters: transaction.lua cuts lists of waiters there."""
-
+"""Random bytes in the name of a client. The name has 12 characters: transaction.lua cuts lists of waiters there."""
 
 _CANCELLED = dict(
     zip(b"cafm", (CancelResult.CANCELLED, CancelResult.ASKED, CancelResult.FINISHED, CancelResult.MISSING), strict=True)
@@ -65,7 +47,7 @@ _CANCELLED = dict(
 _KEPT = dict(zip(b"klm", (KeepResult.KEPT, KeepResult.LIVE, KeepResult.MISSING), strict=True))
 _SETTLED = dict(zip(b"10", (SettleResult.OK, SettleResult.LOST), strict=True))
 _READY = ord("1")
-"""One character per item in a reply."""
+"""The character of a queue that has work, in the reply of `ready`. The tables above read other replies of this form."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -82,47 +64,48 @@ class RedisStorage(Storage):
         max_payload: int = validation.MAX_PAYLOAD_BYTES,
         timeout_s: float = TIMEOUT_S,
         allow_eviction: bool = False,
-        log_level: int = logging.INFO,
     ) -> None:
         super().__init__(max_payload)
         self.namespace = validation.check_namespace(namespace)
         self._name = f"{{{namespace}}}"
-        """What the names of the keys begin with that the whole namespace shares."""
+        """Prefix of the keys that all queues of the namespace share."""
         self._servers = servers
         self._clock = clock
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
-        self._log_level = log_level
+        self._open_log_level = logging.INFO
         self._client = secrets.token_urlsafe(CLIENT_BYTES)
         self._calls = Calls(servers, self._client, clock, timeout_s)
         self._wake_listener = WakeTokenListener(servers, self._on_wake)
         self._listeners: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
         self._listed: set[str] = set()
-        """Queues that this client has put on the namespace's list."""
+        """Queues that this client has put on the list of the namespace."""
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
 
-    async def _about(self) -> StorageInfo:
+    async def _about(self) -> replies.StorageInfo:
         return await server_info.describe(self._calls, self._name, self._servers.name)
 
     def clone(self) -> RedisStorage:
-        return RedisStorage(
+        clone = RedisStorage(
             self._servers.clone(),
             namespace=self.namespace,
             clock=self._clock,
             max_payload=self._max_payload,
             timeout_s=self._timeout_s,
             allow_eviction=self._allow_eviction,
-            log_level=logging.DEBUG,  # The first storage has logged its server.
         )
+        clone._open_log_level = logging.DEBUG  # The first storage object has logged its server.
+        return clone
 
     async def _open(self) -> None:
         if self._pid is not None:
-            raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
+            raise StorageUnavailable(f"{self!r} is open already: connect again to get a second storage")
         try:
-            await server_info.check(self._calls, self._name, self._servers.name, self._allow_eviction, self._log_level)
+            about = await server_info.check(self._calls, self._name, self._servers.name, self._allow_eviction)
+            log.log(self._open_log_level, "jobs are in %s, %s", self._servers.name, about)
             found: bytes = await self._calls.read(self._name, "layout", LAYOUT)
             if found != str(LAYOUT).encode():
                 place = f"namespace {self.namespace} of {self._servers.name}"
@@ -140,7 +123,7 @@ class RedisStorage(Storage):
         await self._servers.close()
 
     def _key(self, queue: str) -> str:
-        """What the names of a queue's keys begin with. A companion shares the hash tag of its queue."""
+        """Return the prefix of the keys of a queue. A companion has the hash tag of its queue."""
         key = self._keys.get(queue)
         if key is None:
             suffix = FAILED_SUFFIX if queue.endswith(FAILED_SUFFIX) else ""
@@ -151,7 +134,8 @@ class RedisStorage(Storage):
         return key.removeprefix(f"{{{self.namespace}/").replace("}", "", 1)
 
     async def _list(self, queue: str) -> None:
-        """Put a queue on the namespace's list. Only a cluster needs a call: there the list is on another node."""
+        """Put a queue on the list of the namespace. A single server does so in the step that makes the queue. In a
+        cluster the list is on another node, and needs a call."""
         if self._servers.clustered:
             await self._calls.read(self._name, "list", queue)
         self._listed.add(queue)
@@ -159,24 +143,16 @@ class RedisStorage(Storage):
     # Changing
 
     async def _call_making(
-        self,
-        made: str,
-        listed_now: bool,
-        key: str,
-        verb: str,
-        options: tuple[Argument, ...],
-        items: Sequence[Argument] = (),
-        count: int = 0,
-        size: int = 0,
+        self, made: str, key: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
     ) -> tuple[Reply, int]:
-        """Make a call that may make the queue `made`. The queue is listed before, if `listed_now`; otherwise after it
-        was made, because an earlier entry of the list may be gone with an earlier queue."""
-        if listed_now:
+        """Make a call that may make the queue `made`. This client lists the queue before its first such call, and again
+        after each call that made it: the entry may be gone with an earlier queue of that name."""
+        if made not in self._listed:
             await self._list(made)
         try:
-            reply, start = await self._calls.call(key, verb, options, items, count, size)
+            reply, start = await self._calls.call(key, verb, options, items, count)
             opened = reply if verb == "pause" else reply[0]
-            if opened and not listed_now:
+            if opened:
                 await self._list(made)
         except BaseException:
             self._listed.discard(made)  # The queue may have been made again, and the reply that says so is lost.
@@ -184,24 +160,20 @@ class RedisStorage(Storage):
         return reply, start
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
-        items: list[Argument] = []
-        size = 0
-        for request in jobs:
-            items += codec.request_args(request)
-            size += len(request.work.payload or b"")
-        key, unlisted = self._key(queue), queue not in self._listed
-        reply, start = await self._call_making(queue, unlisted, key, "enqueue", (), items, len(jobs), size)
+        items = [arg for request in jobs for arg in codec.request_args(request)]
+        reply, start = await self._call_making(queue, self._key(queue), "enqueue", (), items, len(jobs))
         _, packed, cached = reply
-        mine = packed[start * codec.ENQUEUED.size : (start + len(jobs)) * codec.ENQUEUED.size]
-        replies: list[Enqueued] = [
+        packed = packed[start * codec.ENQUEUED.size : (start + len(jobs)) * codec.ENQUEUED.size]
+        numbers: Iterator[tuple[int, int, int]] = codec.ENQUEUED.iter_unpack(packed)
+        enqueued: list[Enqueued] = [
             Enqueued(request.id, codec.PLACED[placed], generation, codec.STATES[state])
-            for request, (placed, state, generation) in zip(jobs, _each(codec.ENQUEUED, mine), strict=True)
+            for request, (placed, state, generation) in zip(jobs, numbers, strict=True)
         ]
         for at, outcome, *_ in cached:
             index: int = at - 1 - start
-            if 0 <= index < len(replies) and outcome:
-                replies[index] = msgspec.structs.replace(replies[index], outcome=codec.decode_outcome(outcome))
-        return replies
+            if 0 <= index < len(enqueued) and outcome:
+                enqueued[index] = msgspec.structs.replace(enqueued[index], outcome=codec.decode_outcome(outcome))
+        return enqueued
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
         pipeline = pipeline_for(transaction, self._servers)
@@ -209,7 +181,7 @@ class RedisStorage(Storage):
         pipeline.execute_command(*self._calls.enqueue_in_multi(self._key(queue), self._name, queue, items))
         return [None] * len(jobs)
 
-    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> Claim:
+    async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         key = self._key(queue)
         reply, late = await self._calls.call(key, "claim", (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
@@ -217,25 +189,25 @@ class RedisStorage(Storage):
             self._wake_listener.rearm(f"{key}:wake")
         if not late:
             return claim
-        if claim.jobs:  # The caller that claimed them has given up, and their leases may be nearly over.
+        if claim.jobs:  # The caller that claimed them has given up, and their leases may expire soon.
             released = [Release(job.id, job.run.fence) for job in claim.jobs if job.run is not None]
             await self._settle(queue, released, worker)
         return await self._claim(queue, limit, worker, lease_ms)
 
-    async def _read_claim(self, queue: str, reply: Reply, worker: str, lease_ms: int) -> Claim:
+    async def _read_claim(self, queue: str, reply: Reply, worker: str, lease_ms: int) -> replies.Claim:
         now, next_run_at, next_sweep_at, paused, flat, fences, skew = reply
         time = QueueTime(now, skew=skew)
         jobs: list[Job] = []
         garbled: list[Argument] = []
-        for id, raw, (fence,) in zip(flat[::2], flat[1::2], _each(codec.FENCE, fences), strict=True):
+        for id, raw, (fence,) in zip(flat[::2], flat[1::2], codec.FENCE.iter_unpack(fences), strict=True):
             run = StoredLease(worker, fence, lease_ms, now + 1000 * lease_ms)
             try:
                 jobs.append(as_read(codec.decode_job(id, raw, run), time))
             except codec.UNREADABLE:
                 garbled += ("garbled", id, ":running", raw)
-        if garbled:  # What only a client can judge: codecs and limits.
+        if garbled:  # Only a client can find this out: the server reads no options.
             await self._calls.call(self._key(queue), "repair", tuple(garbled))
-        return Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
+        return replies.Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
     async def _ready(self, queues: Sequence[str]) -> list[str]:
         keys = [self._key(queue) for queue in queues]
@@ -246,52 +218,46 @@ class RedisStorage(Storage):
         return [queue for queue, code in zip(queues, codes, strict=True) if code == _READY]
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:
-        items: list[Argument] = []
-        size = 0
-        for item in batch:
-            args = codec.settlement_args(item)
-            items += args
-            size += len(args[2]) + len(args[3])
-        key, companion = self._key(queue), queue + FAILED_SUFFIX
-        follows = companion not in self._listed and any(isinstance(i, Fail) and i.follow_up for i in batch)
-        reply, start = await self._call_making(companion, follows, key, "settle", (worker,), items, len(batch), size)
+        items = [arg for item in batch for arg in codec.settlement_args(item)]
+        call = (self._key(queue), "settle", (worker,), items, len(batch))
+        if any(isinstance(item, Fail) and item.follow_up for item in batch):
+            reply, start = await self._call_making(queue + FAILED_SUFFIX, *call)
+        else:
+            reply, start = await self._calls.call(*call)
         return [_SETTLED[code] for code in reply[1][start : start + len(batch)]]
 
-    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
         items: list[Argument] = []
-        size = 0
         for lease in leases:
-            progress = b"" if lease.progress is None else b"+" + lease.progress
-            items += (id_bytes(lease.id), lease.fence, progress)
-            size += len(progress)
-        reply, start = await self._calls.call(self._key(queue), "extend", (worker, lease_ms), items, len(leases), size)
-        replies = list(zip(leases, reply[start : start + len(leases)], strict=True))
-        lost, asked = ([lease for lease, code in replies if code == wanted] for wanted in b"lc")
-        return Extended(lost, asked)
+            items += (id_bytes(lease.id), lease.fence, b"" if lease.progress is None else b"+" + lease.progress)
+        codes = await self._codes(queue, "extend", (worker, lease_ms), items, len(leases))
+        lost, asked = ([lease for lease, code in zip(leases, codes, strict=True) if code == wanted] for wanted in b"lc")
+        return replies.Extended(lost, asked)
 
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[CancelResult]:
-        return [_CANCELLED[code] for code in await self._codes(queue, ids, "cancel", ())]
+        codes = await self._codes(queue, "cancel", (), [id_bytes(id) for id in ids], len(ids))
+        return [_CANCELLED[code] for code in codes]
 
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[KeepResult]:
-        return [_KEPT[code] for code in await self._codes(queue, ids, "keep", (ttl_ms, int(at_least)))]
+        codes = await self._codes(queue, "keep", (ttl_ms, int(at_least)), [id_bytes(id) for id in ids], len(ids))
+        return [_KEPT[code] for code in codes]
 
-    async def _codes(self, queue: str, ids: Sequence[str], verb: str, options: tuple[Argument, ...]) -> bytes:
-        """Make a call whose reply has one character for each id."""
-        items = [id_bytes(id) for id in ids]
-        reply, start = await self._calls.call(self._key(queue), verb, options, items, len(ids))
-        codes: bytes = reply[start : start + len(ids)]
+    async def _codes(
+        self, queue: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
+    ) -> bytes:
+        """Make a call whose reply has one character for each item, and return the characters of these items."""
+        reply, start = await self._calls.call(self._key(queue), verb, options, items, count)
+        codes: bytes = reply[start : start + count]
         return codes
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
-        if queue not in self._listed:
-            await self._list(queue)
         options = (int(paused), reason if paused else "")
-        await self._call_making(queue, False, self._key(queue), "pause", options)
+        await self._call_making(queue, self._key(queue), "pause", options, (), 0)
 
-    async def _sweep(self, queue: str, limit: int, worker: str | None) -> Swept:
+    async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
         reply, _ = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
         overdue, stalled, gone, more, next_sweep_at = reply
-        return Swept(
+        return replies.Swept(
             [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
         )
 
@@ -308,9 +274,9 @@ class RedisStorage(Storage):
                 await self._list(queue)
         return int(done)
 
-    async def _announce(self, worker: str, facts: WorkerFacts, ttl_ms: int) -> WorkerCommands:
+    async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
         evict, _ = await self._calls.call(self._name, "announce", (worker, _encode(facts), ttl_ms))
-        return WorkerCommands(bool(evict))
+        return replies.WorkerCommands(bool(evict))
 
     async def _evict(self, worker: str) -> bool:
         asked, _ = await self._calls.call(self._name, "evict", (worker,))
@@ -321,35 +287,35 @@ class RedisStorage(Storage):
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await reads.read_jobs(self._calls, self._key(queue), ids)
 
-    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> Page:
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         return await reads.scan(self._calls, self._key(queue), state, after, limit)
 
-    async def _snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> replies.Snapshot:
         key = f"{self._name}:queues"
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
         queues = sorted(name.decode() for name in names)
         now, workers = await reads.read_workers(self._calls, self._name)
-        replies = await asyncio.gather(*(reads.read_stats(self._calls, self._key(queue)) for queue in queues))
-        found = [(queue, reply) for queue, reply in zip(queues, replies, strict=True) if reply is not None]
-        return Snapshot(now, [reads.queue_stats(queue, reply, workers) for queue, reply in found], workers)
+        stats = await asyncio.gather(*(reads.read_stats(self._calls, self._key(queue)) for queue in queues))
+        found = [(queue, reply) for queue, reply in zip(queues, stats, strict=True) if reply is not None]
+        return replies.Snapshot(now, [reads.queue_stats(queue, reply, workers) for queue, reply in found], workers)
 
-    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> Repaired:
+    async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         return await Audit(self._calls, queue, self._key(queue)).step(dry_run, cursor)
 
-    # Hearing
+    # Listening
 
     def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
         return remote_subscription(super()._subscribe(topics), lambda: self._listen(topics))
 
     async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
-        """Ask the server for events of these topics. Returns a function that ends this."""
+        """Ask the server for events of these topics. Returns a function that ends the subscription."""
         with ExitStack() as leaves:
             for topic in topics:
                 key = self._key(topic.queue)
                 if self._is_wake(topic):
                     self._wake_listener.add(f"{key}:wake")
                     leaves.callback(self._wake_listener.remove, f"{key}:wake")
-                elif _is_answer(topic):  # A caller that waited once will wait again: these channels are never left.
+                elif _is_answer(topic):  # A caller that waited once will wait again: these subscriptions never end.
                     for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
                         await self._listener(channel).listen(channel, self._timeout_s)
                 else:
@@ -365,7 +331,7 @@ class RedisStorage(Storage):
         return self._listeners[node]
 
     def _is_wake(self, topic: Topic) -> bool:
-        """Is this topic served by the token? A blocking wait cannot name queues of several nodes."""
+        """Tell whether the wake token serves this topic. A blocking wait cannot name queues of several nodes."""
         return topic.only == "wake" and not self._servers.clustered
 
     def _on_message(self, channel: str, message: bytes) -> None:
@@ -375,7 +341,7 @@ class RedisStorage(Storage):
         try:
             events = list(codec.decode_events(queue, message))
         except codec.UNREADABLE:
-            log.warning("a message of %d bytes on %s could not be read", len(message), channel)
+            log.warning("ignored a message of %d bytes on %s that cannot be read", len(message), channel)
             return
         if to_waiters:
             self._bus.publish(events, _is_answer)
@@ -388,12 +354,8 @@ class RedisStorage(Storage):
 
 
 def _is_answer(topic: Topic) -> bool:
-    """Is this the topic of a caller that waits for one job? It gets its own message, with a small outcome in it."""
+    """Tell whether a caller waits for one job with this topic. It gets its own message, with a small outcome in it."""
     return topic.only == "ends" and topic.id is not None
-
-
-def _each(form: struct.Struct, packed: bytes) -> Iterator[tuple[int, ...]]:
-    return form.iter_unpack(packed)
 
 
 def _time(at: int) -> int | None:
@@ -401,12 +363,12 @@ def _time(at: int) -> int | None:
 
 
 def open_url(url: str, shown: str, **options: Any) -> RedisStorage:
-    """The storage that a URL names. `shown` is the URL without its password."""
-    servers, ours = servers_from_url(url, shown)
-    return RedisStorage(servers, **ours, **options)
+    """Return the storage that a URL names. `shown` is the URL without its password."""
+    servers, url_options = servers_from_url(url, shown)
+    return RedisStorage(servers, **url_options, **options)
 
 
 def of_client(client: object, **options: Any) -> RedisStorage:
-    """A storage on the server of a redis-py client: `redis.asyncio.Redis` or `RedisCluster`. It makes connections of
-    its own, with the client's settings; the client stays yours to use and to close."""
+    """Return a storage on the server of a redis-py client: `redis.asyncio.Redis` or `RedisCluster`. The storage copies
+    the client's settings and opens its own connections: using and closing the client stays your task."""
     return RedisStorage(servers_from_client(client), **options)

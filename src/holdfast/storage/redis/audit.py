@@ -1,8 +1,8 @@
-"""The audit of a queue on Redis or Valkey, in pages: every entry of every index answers for its record, every record
-is in an index, and the counts are those of the records.
+"""The audit of a queue on Redis or Valkey, in pages: every entry of every index must fit its record, every record must
+be in an index, and the counts must be those of the records.
 
-A page is read in one step. Counts span pages, so they are compared only if nothing happened in between: the cursor
-carries them, with the last stamp of the queue when it began.
+A page is read in one step. Counts span pages, so they are compared only if nothing has happened since the first page:
+the cursor has them, with the version of the queue at the start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from holdfast.errors import OptionError
 from holdfast.storage.local.audit import compare_counts, examine, unreadable_meta
 from holdfast.storage.local.table import VIEWS, Found, view_of
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.codec import KINDS
+from holdfast.storage.redis.codec import INDEXED_STATES, KINDS
 from holdfast.storage.redis.raw import Argument
 from holdfast.storage.redis.reads import Entry, job_or_none, read_page, read_stats
 from holdfast.storage.validation import clean_id
 
 PAGE = 200
 MAX_PASSES = 2
-"""How often a repair begins again because it mended something."""
+"""How often a repair starts again after it has changed something."""
 INDEXES = (*(f":w{priority}" for priority in range(9, -1, -1)), ":running", ":completed", ":failed", ":cancelled")
 
 
@@ -34,17 +34,19 @@ class _Cursor(msgspec.Struct, array_like=True):
     score: int = -1
     member: bytes = b""
     scanned: str = ""
-    """Where the scan of all records is, once all indexes were gone through."""
+    """The cursor of the scan of all records, which follows the indexes; empty before."""
     counts: dict[str, int] = {}
     entries: int = 0
     version: int = -1
-    """What the queue was at when this began. Only if it still is are the counts of any use."""
+    """The version of the queue when the counting began. The counts mean nothing if it has changed."""
     found: int = 0
     passes: int = 0
-    """How often the whole queue was read: after a repair of records the counting begins again."""
+    """How often the counting has started again after a repair of records."""
 
 
 class Audit:
+    """The audit of one queue. `step` checks one page, and repairs it unless this is a dry run."""
+
     def __init__(self, calls: Calls, queue: str, key: str) -> None:
         self._calls = calls
         self._queue = queue
@@ -65,7 +67,8 @@ class Audit:
             at.version = stats.version
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
-            scans = at_end and (stats.records != at.entries or stats.leases != stats.size_of(State.RUNNING))
+            running = stats.sizes[INDEXED_STATES.index(State.RUNNING)]
+            scans = at_end and (stats.records != at.entries or stats.leases != running)
             at.scanned = "0" if scans else ""
         else:
             checked, at_end = await self._unindexed(at, problems, mends), at.scanned == "0"
@@ -81,12 +84,11 @@ class Audit:
         return Repaired(problems, checked, None)
 
     async def _entries(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> tuple[int, bool]:
-        """A page of entries: do they answer for their records? How many there were, and whether they were the last."""
+        """Check a page of entries. Returns the number of entries, and whether they were the last."""
         indexes = INDEXES[INDEXES.index(at.index) :]
         start = None if at.score < 0 else (at.score, at.member)
-        page = await read_page(self._calls, self._key, indexes, start, PAGE)
-        time = QueueTime(page.now, page.last_stamp, page.skew)
-        for entry in page.entries:
+        time, entries = await read_page(self._calls, self._key, indexes, start, PAGE)
+        for entry in entries:
             at.index, at.score, at.member = entry.where, entry.score, entry.member
             at.entries += 1
             problem = self._entry(entry, at.counts, time)
@@ -98,12 +100,12 @@ class Audit:
                     mends += ("garbled", entry.member, entry.where, (entry.raw or b"") + (entry.run or b""))
                 else:
                     mends += ("record", entry.id, "", "")
-        return len(page.entries), len(page.entries) < PAGE
+        return len(entries), len(entries) < PAGE
 
     def _entry(self, entry: Entry, counts: dict[str, int], time: QueueTime) -> Problem | None:
         id = clean_id(entry.id)
         if entry.raw is None:
-            return Problem("index", self._queue, id, f"{entry.where} names it, and it has no record")
+            return Problem("index", self._queue, id, f"the index {entry.where} has an entry without a record")
         job = job_or_none(entry.id, entry.raw, entry.run)
         if job is not None:
             for name in (job.state, view_of(job)):
@@ -113,16 +115,16 @@ class Audit:
         return problem
 
     async def _unindexed(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> int:
-        """There are more records than entries, or more leases: find those that are in no index."""
+        """Find the records and leases that are in no index: there are more of them than entries."""
         scanned, found, looked = await self._calls.read(self._key, "unindexed", at.scanned)
         for id in found:
-            problems.append(Problem("unindexed", self._queue, clean_id(id), "it is not in the index where it belongs"))
+            problems.append(Problem("unindexed", self._queue, clean_id(id), "the record is not in its index"))
             mends += ("record", id, "", "")
         at.scanned = scanned.decode()
         return int(looked)
 
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
-        """Do the counts match the records, and do the totals add up? Where not, the records are right."""
+        """Compare the counts with the records, which are right, and check that the totals add up."""
         stats = await read_stats(self._calls, self._key)
         if stats is None or stats.version != at.version:
             return []
@@ -143,4 +145,4 @@ def _read(cursor: str) -> _Cursor:
         return msgspec.json.decode(bytes.fromhex(cursor), type=_Cursor)
     except (ValueError, TypeError, AttributeError, msgspec.DecodeError):
         kind = type(cursor).__name__
-        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor that was given out for this audit") from None
+        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor of an audit: pass that of the last page") from None

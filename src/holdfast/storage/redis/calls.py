@@ -1,9 +1,9 @@
 """Calls of the Lua library: numbered, in order, and joined where several callers make the same call.
 
-With nothing in flight, a call is sent at once. Calls that come meanwhile wait, and go as one batch per verb when the
-reply has arrived. Their order is kept, per queue and across verbs (unless the server refuses one call and takes the
-next). One call per queue and verb is in flight, so the library needs to remember only the last number of each. A
-cancelled caller leaves if its call was not sent; if it was, its effect stands.
+A call is sent at once if no call of its verb is in flight. Calls that arrive meanwhile wait, and are sent as one batch
+when the reply has arrived. The order of calls to a queue is kept, across verbs too, unless the server refuses a call
+and accepts the next. One call per queue and verb is in flight, so the library remembers only the last number of each. A
+call that was not sent is removed if its caller is cancelled. A call that was sent takes effect.
 """
 
 from __future__ import annotations
@@ -12,66 +12,71 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast._core.clock import Clock
 from holdfast.errors import StorageFull, StorageUnavailable
-from holdfast.storage.redis.connection import ServerConnection
+from holdfast.storage.redis.connection import ServerConnection, resolve
 from holdfast.storage.redis.raw import Argument, Deliver, NodeAddress, Reply, ServerError
 from holdfast.storage.redis.script import SOURCES, Library, layout_error
 from holdfast.storage.redis.topology import NodeLeft, Servers, address_in
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS
 
 TRY_AGAIN_S = 0.05
-"""How long to wait while a slot is on its way between two nodes."""
+"""How long to wait while a slot moves between two nodes."""
 REPEATED = frozenset({"claim", "settle"})
-"""Verbs whose callers repeat a call that got no answer. A second enqueue may be meant as another one, and the answer to
-an earlier `extend` says nothing about now."""
+"""Verbs whose unanswered call is repeated under the same number. Not enqueue: the next one may be another request. Not
+extend: the answer to an earlier call says nothing about the lease now."""
 KEYS = (
     *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
     *(":workers", ":beats", ":queues", ":layout"),
 )
-"""What the keys of a queue, or of what a namespace shares, end in. lua/keyspace.lua describes them."""
+"""Suffixes of the keys of a queue and of a namespace. lua/keyspace.lua describes the keys."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One caller's part of a call: items for a verb with its options."""
+    """The part of one caller in a call: items for a verb with its options."""
 
     verb: str
     options: tuple[Argument, ...]
     items: Sequence[Argument]
     count: int
-    size: int
     future: asyncio.Future[tuple[Reply, int]]
+
+    @property
+    def size(self) -> int:
+        """Bytes in the items."""
+        return sum(len(item) for item in self.items if not isinstance(item, int))
 
 
 class CallQueue:
-    """The calls to one queue, in their order."""
+    """The calls to one queue, in the order in which they were made."""
 
     def __init__(self, calls: Calls, key: str) -> None:
         self._calls = calls
         self._key = key
         self._waiting: deque[PendingCall] = deque()
         self._in_flight: set[str] = set()
-        """Verbs of which a call has no reply yet."""
+        """Verbs that have a call without a reply."""
         self._numbers: dict[str, int] = {}
         self._unanswered: dict[str, tuple[Argument, ...]] = {}
-        """Arguments of a verb's last call, if it was given up without an answer: it may be done, or be done yet."""
+        """Arguments of the last call of a verb, if it failed without an answer: the server may still apply it."""
 
     def add(self, call: PendingCall) -> None:
         self._waiting.append(call)
         self._send_ready()
 
     def _send_ready(self) -> None:
-        """Send the first call, with those behind it that fit, unless a call of its verb is in flight; then the next."""
+        """Send waiting calls in order, joined where they fit, up to one whose verb has a call in flight."""
         while (first := self._first()) is not None and first.verb not in self._in_flight:
             batch = [self._waiting.popleft()]
-            count, size = first.count, first.size
+            count, size = first.count, 0
             while (call := self._first()) is not None and first.count and call.count:
+                size += call.size if size else first.size + call.size
                 count += call.count
-                size += call.size
                 fits = count <= MAX_ITEMS and size <= MAX_CALL_BYTES
                 if not fits or call.verb != first.verb or call.options != first.options:
                     break
@@ -85,19 +90,17 @@ class CallQueue:
 
     def _send(self, verb: str, batch: list[PendingCall]) -> None:
         self._in_flight.add(verb)
-        items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
-        args = (*batch[0].options, *items)
+        args = (*batch[0].options, *(item for call in batch for item in call.items))
         before = self._unanswered.pop(verb, None)
         start = 0
         # A claim is repeated if the worker is the same, for any number of jobs.
         if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
-            args = before  # Under the same number: it is done once, and now its answer arrives.
+            args = before  # Under the same number: the server applies it once, and its answer arrives now.
             start = int(verb == "claim")
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
-        self._calls.send(
-            verb, self._key, self._numbers[verb], args, lambda reply: self._on_reply(batch, start, args, reply)
-        )
+        deliver = partial(self._on_reply, batch, start, args)
+        self._calls.send(verb, self._key, self._numbers[verb], args, deliver)
 
     def _on_reply(self, batch: list[PendingCall], start: int, args: tuple[Argument, ...], reply: Reply) -> None:
         verb = batch[0].verb
@@ -105,17 +108,13 @@ class CallQueue:
         if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
             self._unanswered[verb] = args
         for call in batch:
-            if not call.future.done():
-                if isinstance(reply, Exception):
-                    call.future.set_exception(self._calls.error_of(reply))
-                else:
-                    call.future.set_result((reply, start))
+            resolve(call.future, self._calls.error_of(reply) if isinstance(reply, Exception) else (reply, start))
             start += call.count
         self._send_ready()
 
 
 class Calls:
-    """All calls of one storage object: its name as a client, its library, and one CallQueue per queue."""
+    """All calls of one storage object: the name of the client, the library, and one CallQueue per queue."""
 
     def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
@@ -127,21 +126,15 @@ class Calls:
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     def call(
-        self,
-        key: str,
-        verb: str,
-        options: tuple[Argument, ...] = (),
-        items: Sequence[Argument] = (),
-        count: int = 0,
-        size: int = 0,
+        self, key: str, verb: str, options: tuple[Argument, ...] = (), items: Sequence[Argument] = (), count: int = 0
     ) -> asyncio.Future[tuple[Reply, int]]:
-        """Make a call that changes something. The future has its reply, and where in it this caller's items begin. A
-        call with a count of items may be joined with others of its verb. A claim has no items: instead of their place
-        the future has 1 if the reply is that of an earlier claim that got no answer."""
+        """Make a call that changes something. The result is the reply, and the position of this caller's items in it. A
+        call with a count of items may be joined with other calls of its verb. A claim has no items: its position is 1
+        if the reply answers an earlier claim that got no answer, otherwise 0."""
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = CallQueue(self, key)
-        call = PendingCall(verb, options, items, count, size, asyncio.get_running_loop().create_future())
+        call = PendingCall(verb, options, items, count, asyncio.get_running_loop().create_future())
         queue.add(call)
         return call.future
 
@@ -154,40 +147,45 @@ class Calls:
         return await self._routed(key, args, None)
 
     def send(self, verb: str, key: str, number: int, args: Sequence[Argument], deliver: Deliver) -> None:
-        """Send a numbered call. With a single server the connection delivers the reply; a cluster needs a task."""
+        """Send a numbered call. On a single server the connection delivers the reply. A cluster needs a task."""
         command = self._command(verb, key, number, args)
         if not self._servers.clustered:
             self._servers.connection(key).send(command, self._deadline(), deliver, self._library)
             return
+
+        def on_done(task: asyncio.Task[Reply]) -> None:
+            self._tasks.discard(task)
+            closed = StorageUnavailable("the storage was closed")
+            deliver(closed if task.cancelled() else task.exception() or task.result())
+
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        closed = StorageUnavailable("the storage was closed")
-        task.add_done_callback(lambda task: deliver(closed if task.cancelled() else task.exception() or task.result()))
+        task.add_done_callback(on_done)
 
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
         keys = self._keys(key, verb) if self._servers.clustered else (key + ":meta",)
-        clock = () if self._clock is None else (self._clock.now_us(),)
-        return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *clock)
+        return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *self._injected_time())
+
+    def _injected_time(self) -> tuple[int, ...]:
+        return () if self._clock is None else (self._clock.now_us(),)
 
     def _keys(self, key: str, verb: str) -> tuple[str, ...]:
-        """All keys that a call may use. While a slot moves from node to node, a cluster then refuses the whole call."""
+        """Return all keys that a call may use, so that a cluster refuses the whole call while their slot moves."""
         bases = (key, key + FAILED_SUFFIX) if verb == "settle" else (key,)
         return (*(base + kind for base in bases for kind in KEYS), f"{key}:call:{self._client}:{verb}")
 
     def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
-        """An enqueue as a command for a caller's pipeline. It has no number: sent twice, it is done twice."""
+        """Return an enqueue as a command for a caller's pipeline. It has no number: a second copy enqueues again."""
         keys = (f"{key}:meta", f"{shared}:queues")
-        clock = () if self._clock is None else (self._clock.now_us(),)
-        words = (queue, "enqueue", self._client, "", *items, *clock)
+        words = (queue, "enqueue", self._client, "", *items, *self._injected_time())
         return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:
-        """Send a command to the node that has the key, also if the key moves meanwhile."""
+        """Send a command to the node that has the key, even if the key moves meanwhile."""
         deadline = self._deadline()
         importing: NodeAddress | None = None
-        """The node that the slot of the key is being moved to, if this command goes there."""
+        """The node that imports the slot of the key, if this command goes there."""
         while True:
             try:
                 if importing is None:
@@ -204,7 +202,7 @@ class Calls:
                 await self._wait_to_retry(pause, error, deadline)
 
     async def _wait_to_retry(self, pause: Coroutine[Any, Any, None], error: Exception, deadline: float) -> None:
-        """Wait before another attempt, or give up if the deadline comes first."""
+        """Wait before another attempt. Raise StorageUnavailable at the deadline."""
         try:
             async with asyncio.timeout_at(deadline):
                 try:
@@ -218,32 +216,27 @@ class Calls:
         return asyncio.get_running_loop().time() + self._timeout_s
 
     def error_of(self, error: Exception) -> Exception:
-        """A new error for each caller; for an error of the server, one that says what to do."""
+        """Return a new error for each caller. For an error of the server it says what to do."""
         if not isinstance(error, ServerError):
             return type(error)(*error.args)
-        name = self._servers.name
+        name, detail = self._servers.name, str(error)
         match error.code:
             case "OOM":
-                return StorageFull(
-                    f"{name} is full: nothing was added. Let workers drain it, purge, or raise its maxmemory"
-                )
+                return StorageFull(f"{name} is full, nothing was added: drain it, purge jobs, or raise its maxmemory")
             case "HOLDFAST_LAYOUT":
-                return layout_error(f"a queue of {name}", str(error).split()[1])
+                return layout_error(f"a queue of {name}", detail.split()[1])
             case "HOLDFAST_METADATA":
-                queue = str(error).split()[1].partition("/")[2].replace("}", "", 1)
-                return StorageUnavailable(
-                    f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
-                )
+                queue = detail.split()[1].partition("/")[2].replace("}", "", 1)
+                problem = f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
             case "HOLDFAST_SUPERSEDED":
-                return StorageUnavailable(
-                    f"a later call of this client reached {name} first: is it shared between processes?"
-                )
+                problem = f"a later call of this client reached {name} first: do not share a storage between processes"
             case "MOVED" | "ASK":
-                return StorageUnavailable(f"{name} is part of a cluster: use redis+cluster://")
+                problem = f"{name} is part of a cluster: use redis+cluster://"
             case "NOAUTH" | "NOPERM" | "WRONGPASS":
-                return StorageUnavailable(f"{name} does not let this user do that: {error!s:.300}")
+                problem = f"{name} denies this user a command, grant it: {detail:.300}"
             case _:
-                return StorageUnavailable(f"{name} refused a call: {error!s:.300}")
+                problem = f"{name} refused a call: {detail:.300}"
+        return StorageUnavailable(problem)
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -254,7 +247,7 @@ class Calls:
 async def _call_importing(
     connection: ServerConnection, args: tuple[Argument, ...], deadline: float, library: Library | None
 ) -> Reply:
-    """Send a command to the node that a slot is being moved to."""
+    """Send a command to the node that imports a slot."""
     if library is not None:
         await asyncio.gather(connection.call(("FUNCTION", "LOAD", library.text), deadline), return_exceptions=True)
     asking = connection.call(("ASKING",), deadline)

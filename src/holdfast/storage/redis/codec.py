@@ -1,4 +1,4 @@
-"""Records as record.lua stores them, and the arguments of calls. The formats are at the head of lua/keyspace.lua."""
+"""The stored bytes of records, and the arguments of calls. Mirrors record.lua; keyspace.lua describes the formats."""
 
 from __future__ import annotations
 
@@ -10,36 +10,19 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from holdfast._core import jobs
 from holdfast._core.events import Event, EventKind
-from holdfast._core.extension import FIRST_WORK_TAG, Extension, pack_extension, unpack_extension
-from holdfast._core.jobs import (
-    LIVE,
-    CodecName,
-    Complete,
-    Fail,
-    Job,
-    Limit,
-    Ms,
-    Next,
-    Outcome,
-    Release,
-    Request,
-    RetrySettlement,
-    Settlement,
-    State,
-    StoredLease,
-    Value,
-    Work,
-)
+from holdfast._core.extension import Extension, pack_extension, split_extension, unpack_extension
+from holdfast._core.jobs import LIVE, Job, Outcome, State, StoredLease, Value, Work
 from holdfast._core.replies import Placed
 from holdfast.storage.validation import clean_id, id_bytes
 
 STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
 KINDS = tuple(EventKind)
-"""The Lua files number the members of these three tuples from 1."""
+"""Lua numbers the members of this tuple, of STATES and of PLACED from 1."""
 INDEXED_STATES = (State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
-"""The states with one index each, in the order of the replies."""
+"""The states with one index each, in the order of the replies of `stats`."""
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
 COUNTS = ("retries", "stalls", "timeouts")
 NOW, DELAY, WALL_TIME = range(3)
@@ -47,7 +30,7 @@ NOW, DELAY, WALL_TIME = range(3)
 MARK, LONG, FLAG_CUSTOM_ID, PAYLOAD, FLAG_FINISHED, TERMS, EXTENDED = 160, 1, 2, 4, 8, 16, 64
 OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8
 PLAIN = MARK | FLAG_CUSTOM_ID | PAYLOAD
-"""The flags of most records: a payload, an id that its caller chose (or not), and nothing else."""
+"""The flags of most records: a payload, a custom id (or not), and nothing else."""
 
 _HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")
@@ -63,20 +46,20 @@ _FOLLOW_UP = struct.Struct("<BH")
 _EVENT = struct.Struct("<BQQII")
 _ARRIVAL = struct.Struct(">Q")
 ANNOUNCED = struct.Struct("<QQB")
-"""beat_at, expires_at, evict_asked: the facts of the worker follow."""
+"""The head of the record of a worker: beat_at, expires_at, evict_asked. The facts follow."""
 ENQUEUED = struct.Struct("<BBQ")
 FENCE = struct.Struct("<Q")
 
 
 class _WorkOptions(Value, frozen=True):
-    """The options of a `Work` that only clients read: fields of `Work`, by name."""
+    """The fields of `Work` that only clients read."""
 
-    codec: CodecName
-    timeout_ms: Ms | None
-    max_retries: Limit | None
-    max_stalls: Limit | None
-    max_timeouts: Limit | None
-    dedup_ttl_ms: Ms | None
+    codec: jobs.CodecName
+    timeout_ms: jobs.Ms | None
+    max_retries: jobs.Limit | None
+    max_stalls: jobs.Limit | None
+    max_timeouts: jobs.Limit | None
+    dedup_ttl_ms: jobs.Ms | None
 
 
 _options_of = attrgetter(*_WorkOptions.__struct_fields__)
@@ -86,10 +69,11 @@ _encode_terms = msgspec.msgpack.Encoder().encode
 _decode_terms = msgspec.msgpack.Decoder(_WorkOptions).decode
 
 LAST = 2**53 - 1
-"""No time is later: as much as a double holds exactly."""
+"""The latest time: the largest integer that a double of Lua holds exactly."""
 
+CUT_OFF = "the bytes end before a field does"
 UNREADABLE = (struct.error, IndexError, ValueError, TypeError, msgspec.DecodeError)
-"""What decoding may raise, whatever is in a record."""
+"""The exceptions that decoding raises for bytes that are not a record."""
 
 
 @lru_cache(maxsize=256)
@@ -100,7 +84,7 @@ def _terms(options: tuple[str | int | None, ...], result_ttl_ms: int | None) -> 
 
 
 def terms_of(work: Work) -> bytes:
-    """The options of a work as a record has them: empty if all are the defaults."""
+    """Return the options of a work as bytes of a record: empty if all are the defaults."""
     return _terms(_options_of(work), work.result_ttl_ms)
 
 
@@ -113,20 +97,16 @@ def _work_of(payload: bytes | None, priority: int, terms: bytes, extension: Exte
 
 
 def _extension_at(raw: bytes, at: int) -> tuple[Extension, Extension, int]:
-    """The section of a record or a `next`: the entries of the job, those of the work, and where the section ends."""
+    """Return the entries of the job, those of the work, and where the extension of a record or a `next` ends."""
     packed, at = _sized(raw, at, _SIZE)
-    if at > len(raw):
-        raise ValueError("shorter than it says")
-    entries = unpack_extension(packed)
-    split = next((n for n, (tag, _) in enumerate(entries) if tag >= FIRST_WORK_TAG), len(entries))
-    return entries[:split], entries[split:], at
+    return (*split_extension(unpack_extension(packed)), at)
 
 
 def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
-    """A record as the job that it holds, with its run. Raises one of `UNREADABLE` if it cannot be read."""
+    """Return the job of a record, with its run. Raises one of `UNREADABLE` if the record cannot be read."""
     flags, priority, generation, run_at = _HEAD.unpack_from(raw)
     if flags & MARK != MARK or priority > 9:
-        raise ValueError("no mark of a record")
+        raise ValueError("the bytes do not begin as a record does")
     at = _HEAD.size
     if flags | FLAG_CUSTOM_ID == PLAIN and generation <= LAST and run_at <= LAST:
         work = Work(raw[at:], priority=priority)
@@ -153,7 +133,7 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     if flags & EXTENDED:
         of_job, of_work, at = _extension_at(raw, at)
     if at > len(raw):
-        raise ValueError("shorter than it says")
+        raise ValueError(CUT_OFF)
     times = (generation, run_at, arrival, wall_at)
     _check_times(*times, keep, keep_until_at)
     work = _work_of(raw[at:] if flags & PAYLOAD else None, priority, terms, of_work)
@@ -164,18 +144,20 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
 
 def _check_times(*times: int) -> None:
     if max(times) > LAST:
-        raise ValueError("a time that no clock shows")
+        raise ValueError("a time is later than any clock")
 
 
 def _sized(raw: bytes, at: int, form: struct.Struct) -> tuple[bytes, int]:
-    """Bytes behind their size, and where they end: behind the end of `raw`, if that is cut off."""
+    """Return the bytes behind their size, and where they end."""
     start = at + form.size
     end: int = start + form.unpack_from(raw, at)[0]
+    if end > len(raw):
+        raise ValueError(CUT_OFF)
     return raw[start:end], end
 
 
 def _bytes(raw: bytes, at: int, size: int) -> tuple[bytes | None, int]:
-    """Bytes whose size is kept plus one, 0 for none, and where they end."""
+    """Return bytes whose size is stored plus one, None for 0, and where they end."""
     return (raw[at : at + size - 1], at + size - 1) if size else (None, at)
 
 
@@ -188,7 +170,7 @@ def decode_outcome(packed: bytes) -> Outcome:
     error, at = _bytes(packed, at, error_size)
     known = STATES[state]
     if at != len(packed) or known is None or known in LIVE:
-        raise ValueError("no outcome")
+        raise ValueError("the bytes are not an outcome")
     _check_times(generation, ended_at, forget_at, dedup_at)
     return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
 
@@ -199,7 +181,7 @@ def decode_run(packed: bytes) -> StoredLease:
     worker = packed[_RUN.size : at].decode()
     _check_times(fence, until_at)
     if at > len(packed):
-        raise ValueError("shorter than it says")
+        raise ValueError(CUT_OFF)
     progress: bytes | None = None
     if flags & PROGRESS:
         progress, at = _sized(packed, at, _SIZE)
@@ -209,26 +191,26 @@ def decode_run(packed: bytes) -> StoredLease:
     )
 
 
-def _decode_next(packed: bytes, at: int) -> Next:
+def _decode_next(packed: bytes, at: int) -> jobs.Next:
     numbers: tuple[int, ...] = _NEXT.unpack_from(packed, at)
     generation, run_at, arrival, wall_at, takes_payload, rule, resets, priority, size = numbers
     at += _NEXT.size
     _check_times(generation, run_at, arrival, wall_at)
-    if at + size > len(packed) or priority > 9:
-        raise ValueError("shorter than it says")
     terms = packed[at : at + size]
     at += size
+    if at > len(packed) or priority > 9:
+        raise ValueError(CUT_OFF)
     extension: Extension = ()
     if takes_payload & EXTENDED:
         of_job, extension, at = _extension_at(packed, at)
         if of_job:
-            raise ValueError("a request has entries of a job")
+            raise ValueError("a request has an extension of a job")
     work = _work_of(packed[at:], priority, terms, extension)
-    return Next(generation, work, run_at, arrival, wall_at, bool(takes_payload & 1), RULES[rule], bool(resets))
+    return jobs.Next(generation, work, run_at, arrival, wall_at, bool(takes_payload & 1), RULES[rule], bool(resets))
 
 
-def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
-    """One request for `enqueue`: id, head, terms, payload."""
+def request_args(request: jobs.Request) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return the arguments of one request in `enqueue`: id, head, terms, payload."""
     work, update = request.work, request.update
     if request.run_at is not None:
         when, at = WALL_TIME, request.run_at
@@ -237,7 +219,7 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
     else:
         when, at = NOW, 0
     updates, payload, rule, resets = 0, False, 0, False
-    if update is not None:  # True and False equal 1 and 0, and are the first two rules.
+    if update is not None:  # The first two rules are False and True, which equal 0 and 1.
         rule = int(update.run_at) if isinstance(update.run_at, bool) else RULES.index(update.run_at)
         updates, payload, resets = 1, update.payload, update.resets_counts
     has_payload, terms = int(work.payload is not None), terms_of(work)
@@ -251,24 +233,24 @@ def request_args(request: Request) -> tuple[bytes, bytes, bytes, bytes]:
     return id_bytes(request.id), head, terms, work.payload or b""
 
 
-def settlement_args(item: Settlement) -> tuple[bytes, bytes, bytes, bytes]:
-    """One settlement for `settle`: id, head, body, and what is special to its kind."""
+def settlement_args(item: jobs.Settlement) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return the arguments of one settlement in `settle`: id, head, body, and a codec or a follow-up."""
     body: bytes | None = None
     extra = b""
     match item:
-        case Complete():
+        case jobs.Complete():
             body, extra = item.result, item.codec.encode()
             numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)
-        case Fail():
+        case jobs.Fail():
             body = item.error
             if item.follow_up is not None:
                 extra = _follow_up(item.follow_up)
             numbers = (2, item.fence, item.failure_ttl_ms, 0, True, 0)
-        case RetrySettlement():
+        case jobs.RetrySettlement():
             body = item.error
             counts = 1 + COUNTS.index(item.counts)
             numbers = (3, item.fence, item.delay_ms, item.run_at or 0, body is not None, counts)
-        case Release():
+        case jobs.Release():
             numbers = (4, item.fence, 0, 0, False, 0)
     return id_bytes(item.id), _SETTLEMENT.pack(*numbers), body or b"", extra
 
@@ -283,7 +265,7 @@ def _follow_up(work: Work) -> bytes:
 
 
 def decode_events(queue: str, message: bytes) -> Iterator[Event]:
-    """The events of one step, as `publish` packs them."""
+    """Read the events of one step, as `publish` in transaction.lua packs them."""
     at = 0
     while at < len(message):
         numbers: tuple[int, ...] = _EVENT.unpack_from(message, at)
@@ -297,18 +279,18 @@ def decode_events(queue: str, message: bytes) -> Iterator[Event]:
 
 
 def waiting_member(arrival: int, id: bytes) -> bytes:
-    """An entry of a waiting index."""
+    """Return the member of a waiting index."""
     return _ARRIVAL.pack(arrival) + id
 
 
 def arrival_of(member: bytes) -> int:
-    """The arrival in a member of a waiting index."""
+    """Return the arrival in a member of a waiting index."""
     arrival: int = _ARRIVAL.unpack_from(member)[0]
     return arrival
 
 
 def id_of(member: bytes) -> bytes:
-    """The id in a member of a waiting index."""
+    """Return the id in a member of a waiting index."""
     return member[_ARRIVAL.size :]
 
 
@@ -322,26 +304,18 @@ class StatsReply(NamedTuple):
     sizes: list[int]
     """The sizes of the indexes of `INDEXED_STATES`."""
     past: list[int]
-    """The part of `sizes` whose score is past: finished records that are forgotten and not yet swept."""
+    """How many of `sizes` have a score in the past: finished records that are forgotten and not yet swept."""
     retrying: int
     deferred: int
     paused: int
     reason: bytes
     totals: list[int]
-    """How often each of `KINDS` has happened."""
+    """The number of events of each of `KINDS`."""
     records: int
     leases: int
     last_stamp: int
 
-    def size_of(self, state: State) -> int:
-        return self.sizes[INDEXED_STATES.index(state)]
-
-    def remembered(self, state: State) -> int:
-        """The number of finished records that are not forgotten."""
-        at = INDEXED_STATES.index(state)
-        return self.sizes[at] - self.past[at]
-
     @property
     def version(self) -> int:
-        """A number that rises with every change: a request or a lease takes a stamp, and every event is counted."""
+        """A number that rises with every change: requests and leases take stamps, and events are counted."""
         return self.last_stamp + sum(self.totals)

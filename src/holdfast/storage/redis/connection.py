@@ -1,9 +1,8 @@
-"""Connections that survive a break: commands go out in order, replies come back in order, many at a time.
+"""Connections that survive a break: commands are sent in order, replies arrive in order, many at a time.
 
-A command survives its connection. When that breaks, or the server answers that it is not ready, every command without
-a reply is sent again in the first order, on a new connection, until its deadline. That is safe because each call that
-changes something has a number (calls.lua, `once`). A caller that is cancelled leaves its reply to be read and dropped
-here: no connection is ever out of step.
+If the connection breaks, or the server answers that it is not ready, every command without a reply is sent again in the
+same order on a new connection, until its deadline. That is safe because each call that changes something has a number
+(calls.lua, `once`). The reply of a cancelled caller is still read here, and dropped, so replies always match commands.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.raw import Argument, Deliver, LoginRefused, RawConnection, Reply, ServerError
@@ -23,36 +24,44 @@ from holdfast.storage.redis.script import Library
 log = logging.getLogger("holdfast.redis")
 
 REPLY_S = 5.0
-"""A server that has not answered for 5 s is given up: the connection may be half open."""
+"""A connection without an answer for 5 s is broken: it may be half open."""
 LEAST_REPLY_S = 0.5
-"""No connection is given up sooner than after 0.5 s, even if a call has less time."""
+"""Minimum time to wait for a reply before the connection counts as broken, even if a call has less time."""
 CHECK_S = 0.25
-"""How often deadlines are checked, while a command waits."""
+"""How often deadlines are checked while a command waits."""
 BACKOFF_S = (0.01, 1.0)
 """The first and the longest pause between two attempts to connect."""
 NOT_READY = frozenset(
     ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOREPLICAS", "MISCONF", "UNBLOCKED")
 )
-"""Errors of a server that will be ready later, or that another will replace: all commands are sent again."""
+"""Errors of a server that will be ready later, or that another server will replace: all commands are sent again."""
+
+
+def resolve(future: asyncio.Future[Any], reply: Reply) -> None:
+    """Give a reply, or an error, to a caller that still waits."""
+    if future.done():
+        return
+    if isinstance(reply, Exception):
+        future.set_exception(reply)
+    else:
+        future.set_result(reply)
 
 
 class ReconnectingConnection(ABC):
     """One connection to a server: opened when it is needed, and again after each break, with growing pauses.
 
-    There is never more than one. A reply that still arrives on an earlier connection is dropped. `connect` opens a
-    connection; it is called again after every break, so it may look up where the server is now. A subclass says whether
-    a connection is needed, writes to a new one, and takes replies. At most one task exists, while a connection is being
-    opened; `end` cancels it.
+    There is at most one socket. A reply that still arrives on an earlier one is dropped. `connect` opens a socket after
+    every break, so it may look up where the server is now. A subclass decides whether a connection is needed, writes to
+    a new one, and takes replies. A task exists only while a connection is being opened; `end` cancels it.
     """
 
     def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
         self.name = name
         self._connect = connect
         self._loop: asyncio.AbstractEventLoop
-        """Known once a connection was needed."""
+        """Set when a connection is needed for the first time."""
         self._raw: RawConnection | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._pause_s = BACKOFF_S[0]
         self._trouble = "not connected yet"
@@ -69,45 +78,42 @@ class ReconnectingConnection(ABC):
 
     @abstractmethod
     def _check(self) -> None:
-        """Look for a connection that does not answer. Called once after `_check_after`."""
+        """Break a connection that does not answer. Called once after `_check_after`."""
 
     def _on_disconnected(self) -> None:  # noqa: B027
-        """Forget what was true of the connection only."""
+        """Reset the state that belongs to the connection."""
 
     def _on_connect_error(self, error: Exception) -> None:  # noqa: B027
-        """Note a failed attempt. Another one follows if a connection is still needed afterwards."""
+        """Take a failed attempt to connect. Another one follows if a connection is still needed afterwards."""
 
     def end(self) -> asyncio.Task[None] | None:
-        """Close the connection and open no other. The task that is returned ends soon."""
-        for timer in (self._retry, self._timer):
-            if timer is not None:
-                timer.cancel()
-        self._retry = self._timer = None
+        """Close the connection for good. Returns the cancelled task that was opening it, if there was one."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
         self._drop()
         return opening
 
-    def _ensure_open(self) -> None:
+    def _ensure_open(self, pause_s: float = 0.0) -> None:
+        """Open a connection after a pause, unless there is one or it is being opened."""
         if self._raw is None and self._opening is None:
             self._loop = asyncio.get_running_loop()
-            if self._retry is not None:
-                self._retry.cancel()
-                self._retry = None
-            self._opening = self._loop.create_task(self._open(), name=f"holdfast connect {self.name}")
+            self._opening = self._loop.create_task(self._open(pause_s), name=f"holdfast connect {self.name}")
 
-    async def _open(self) -> None:
+    async def _open(self, pause_s: float) -> None:
         """Try to connect for as long as a connection is needed."""
         try:
             while self._is_needed():
+                await asyncio.sleep(pause_s)
                 try:
                     raw = await self._connect()
                 except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
                     self._trouble = f"{type(error).__name__}: {error}"
                     self._on_connect_error(error)
-                    if self._is_needed():
-                        await asyncio.sleep(self._next_pause_s())
+                    pause_s = self._next_pause_s()
                 else:
                     self._raw = raw
                     raw.start(self._on_reply, self._break)
@@ -118,14 +124,14 @@ class ReconnectingConnection(ABC):
                 self._opening = None
 
     def _break(self, trouble: str) -> None:
-        """Give up the connection. If one is needed, open another after a pause."""
+        """Close the connection. If one is needed, open another after a pause."""
         if self._raw is None:
             return
-        log.info("the connection to %s broke: %s", self.name, trouble)
+        log.info("lost the connection to %s: %s", self.name, trouble)
         self._trouble = trouble
         self._drop()
         if self._is_needed():
-            self._retry = self._loop.call_later(self._next_pause_s(), self._ensure_open)
+            self._ensure_open(self._next_pause_s())
 
     def _drop(self) -> None:
         if self._raw is not None:
@@ -134,7 +140,7 @@ class ReconnectingConnection(ABC):
             self._on_disconnected()
 
     def _next_pause_s(self) -> float:
-        """How long to wait before the next attempt: twice as long each time, until something succeeds."""
+        """Return how long to wait before the next attempt: twice as long each time, until a command succeeds."""
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, BACKOFF_S[1])
         return pause_s * random.uniform(0.5, 1)
 
@@ -151,7 +157,7 @@ class PendingCommand:
     args: tuple[Argument, ...]
     deadline: float
     deliver: Deliver | None
-    """None once it was answered, or given up."""
+    """Takes the reply or an error; None once it was called."""
     library: Library | None
     loaded: bool = False
     """The library was sent for this command."""
@@ -164,13 +170,13 @@ class PendingCommand:
 
 
 class ServerConnection(ReconnectingConnection):
-    """The connection for commands. After a break it sends again, in order, what has no reply."""
+    """The connection for commands. After a break it sends the commands without a reply again, in order."""
 
     def __init__(self, name: str, connect: Callable[[], Awaitable[RawConnection]]) -> None:
         super().__init__(name, connect)
         self._loop = asyncio.get_running_loop()
         self._pending: deque[PendingCommand] = deque()
-        """Commands without a reply, in the order in which they go out. With a connection, all of them were sent."""
+        """Commands without a reply, in the order of sending. With a connection, all of them were sent."""
         self._closed = False
 
     def send(
@@ -195,17 +201,9 @@ class ServerConnection(ReconnectingConnection):
     def call(
         self, args: tuple[Argument, ...], deadline: float, library: Library | None = None
     ) -> asyncio.Future[Reply]:
-        """Send a command; the future has its reply."""
+        """Send a command and return a future of its reply."""
         future: asyncio.Future[Reply] = self._loop.create_future()
-
-        def deliver(reply: Reply) -> None:
-            if not future.done():
-                if isinstance(reply, Exception):
-                    future.set_exception(reply)
-                else:
-                    future.set_result(reply)
-
-        self.send(args, deadline, deliver, library)
+        self.send(args, deadline, partial(resolve, future), library)
         return future
 
     def end(self) -> asyncio.Task[None] | None:
@@ -218,7 +216,7 @@ class ServerConnection(ReconnectingConnection):
         return bool(self._pending)
 
     def _on_connect_error(self, error: Exception) -> None:
-        """Fail everything at once if another attempt would meet the same error."""
+        """Fail all commands at once if another attempt would meet the same error."""
         if isinstance(error, LoginRefused):
             self._fail_all(StorageUnavailable(f"{self.name} refused the connection: {error}"))
         elif isinstance(error, HoldfastError):
@@ -233,7 +231,7 @@ class ServerConnection(ReconnectingConnection):
     def _on_reply(self, reply: Reply) -> None:
         """Take the reply to the oldest command."""
         if not self._pending:
-            self._break("a reply came without a command")
+            self._break("the server sent a reply without a command")
             return
         if isinstance(reply, ServerError):
             if reply.code in NOT_READY:
@@ -247,8 +245,8 @@ class ServerConnection(ReconnectingConnection):
         self._pending.popleft().answer(reply)
 
     def _load(self, library: Library, command: PendingCommand) -> None:
-        """Send the library's text, and the command again. A server that has no library even then (it is full, the user
-        lacks the permission, or another client has deleted it) gets the whole text as a script."""
+        """Send the text of the library, and the command again. A server that has no library even then (it is full, the
+        user lacks the permission, or another client has deleted the library) gets the whole text as a script."""
         if command.loaded:
             command.args = ("EVAL", library.script(str(command.args[1])), *command.args[2:])
         else:
@@ -257,13 +255,13 @@ class ServerConnection(ReconnectingConnection):
         self._append(command)
 
     def _next_pause_s(self) -> float:
-        """As long as it must be, but every command gets several attempts before its deadline."""
+        """Shorten the pause if needed, so that every command gets several attempts before its deadline."""
         now = self._loop.time()
         left_s = min((command.deadline for command in self._pending), default=now) - now
         return min(super()._next_pause_s(), max(left_s / 4, BACKOFF_S[0]))
 
     def _check(self) -> None:
-        """Give up commands whose time is up, and a connection on which no reply arrives."""
+        """Fail commands at their deadline, and break a connection on which no reply arrives."""
         self._timer = None
         now = self._loop.time()
         for command in list(self._pending):  # A caller that gets an answer may send its next command at once.
@@ -282,7 +280,7 @@ class ServerConnection(ReconnectingConnection):
             self._check_after(CHECK_S)
 
     def _drop_answered(self) -> None:
-        """Forget commands that were given up. Only without a connection: on one, their replies still arrive."""
+        """Remove commands that have failed. Only without a connection: on one, their replies still arrive."""
         self._pending = deque(command for command in self._pending if command.deliver is not None)
 
     def _fail_all(self, error: HoldfastError) -> None:

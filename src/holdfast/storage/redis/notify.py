@@ -1,7 +1,7 @@
 """Connections on which a server speaks first: messages of queues (sharded pub/sub), and the wake token of workers.
 
-All of it is hints. After a break everything is subscribed again, and every subscription is notified that it may have
-missed something.
+A message or a token may be lost. After a break the connection subscribes again and notifies every subscription that it
+may have missed an event.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from holdfast.storage.redis.raw import Argument, RawConnection, Reply, ServerErr
 from holdfast.storage.redis.topology import Servers
 
 QUIET_S = 15.0
-"""After 15 s without a message the server is asked whether it is there."""
+"""After 15 s without a message the listener pings the server."""
 BLOCK_S = 1.0
-"""How long a wait for the wake token lasts: a lost token delays a worker by no more than this."""
+"""How long one BLPOP waits for the wake token. A lost token delays a worker by at most this time."""
 REST_S = 0.01
-"""After a token came, the next wait for other keys begins 10 ms later: by then the woken worker has mostly claimed the
-work and asks for its own key again, so that one wait serves all keys."""
+"""Delay before the next BLPOP after a token. Usually the woken worker has claimed the work by then and waits for its
+key again, so that one BLPOP covers all queues."""
 
 
 class PubSubListener(ReconnectingConnection):
-    """One connection that only listens to channels of one server.
+    """One connection that listens to channels of one server.
 
     `on_message` gets the channel and the message. `on_gap` is called after each reconnection: messages may be lost.
     """
@@ -39,15 +39,15 @@ class PubSubListener(ReconnectingConnection):
         self._channels: Counter[str] = Counter()
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
-        """Channels whose SUNSUBSCRIBE has no reply yet."""
+        """Number of SUNSUBSCRIBE commands without a reply, by channel."""
         self._was_connected = False
         self._moved: ServerError | None = None
-        """An error that says that a channel is on another node; None once that node was looked up."""
+        """The MOVED error of a channel; None once its node was looked up."""
         self._heard = self._pinged = False
-        """What has happened since the last check."""
+        """Whether a message arrived, and whether a PING was sent, since the last check."""
 
     async def listen(self, channel: str, timeout_s: float) -> None:
-        """Subscribe to a channel: returns when the server has confirmed it."""
+        """Subscribe to a channel. Returns when the server has confirmed the subscription."""
         self._channels[channel] += 1
         confirmed = self._confirmed.get(channel)
         if confirmed is None:
@@ -61,7 +61,7 @@ class PubSubListener(ReconnectingConnection):
         except BaseException as error:
             self.leave(channel)
             if isinstance(error, TimeoutError):
-                raise StorageUnavailable(f"{self.name} could not be listened to: is it up?") from None
+                raise StorageUnavailable(f"{self.name} did not confirm a subscription in time: is it up?") from None
             raise
 
     def leave(self, channel: str) -> None:
@@ -97,7 +97,7 @@ class PubSubListener(ReconnectingConnection):
             event.clear()
 
     def _check(self) -> None:
-        """After a quiet time, ping: a half-open connection never says anything."""
+        """Ping the server if no message arrived: a half-open connection stays silent forever."""
         if self._raw is None:
             return
         if self._pinged and not self._heard:
@@ -128,15 +128,14 @@ class PubSubListener(ReconnectingConnection):
         elif kind == b"sunsubscribe" and channel:
             self._leaving[channel] -= 1
             if self._leaving[channel] < 0 and channel in self._channels:
-                self._break("the server took a channel away")  # Its slot moves to another node.
+                self._break("the server ended a subscription")  # The slot of the channel moves to another node.
 
 
 class WakeTokenListener(ReconnectingConnection):
-    """Waits for wake tokens: a queue has at most one, and one waiting worker takes it. The connection blocks, and never
-    moves a job: a lost token costs one poll.
+    """Waits for wake tokens. A queue has at most one, and one waiting worker takes it. A lost token costs one poll.
 
-    A worker that was woken knows of work, and needs no other token until it has claimed less than it wanted (`rearm`):
-    until then the next token is for another worker.
+    A woken worker needs no other token until it has claimed less than it wanted and calls `rearm`. Until then the next
+    token is for another worker.
     """
 
     def __init__(self, servers: Servers, on_wake: Callable[[str], None]) -> None:
@@ -145,15 +144,15 @@ class WakeTokenListener(ReconnectingConnection):
         self._on_wake = on_wake
         self._keys: Counter[str] = Counter()
         self._recently_woken: dict[str, float] = {}
-        """Keys that are not waited for, because there is work, with the time of their token. After `BLOCK_S` they are
-        waited for again in any case."""
+        """Keys that BLPOP leaves out because a worker has taken their token, with the time of the token. BLPOP includes
+        a key again after `BLOCK_S` in any case."""
         self._waits_for: Sequence[str] = ()
-        """The keys of the BLPOP that has no reply yet."""
+        """The keys of the BLPOP without a reply; empty if there is none."""
         self._resting: asyncio.TimerHandle | None = None
         self._client_id = 0
-        """The number by which the server knows this connection; 0 until it has answered."""
+        """The id of this connection on the server; 0 until the server has sent it."""
         self._sent_at = 0.0
-        """When the command was sent that has no reply yet; 0 if there is none."""
+        """When the command without a reply was sent; 0 if there is none."""
 
     def add(self, key: str) -> None:
         self._keys[key] += 1
@@ -170,7 +169,7 @@ class WakeTokenListener(ReconnectingConnection):
                 self._renew_wait()
 
     def rearm(self, key: str) -> None:
-        """Wait for this key again: the work of its last token is claimed."""
+        """Wait for this key again, after the work of its last token was claimed."""
         if self._recently_woken.pop(key, None) is not None:
             self._renew_wait()
 
@@ -199,14 +198,14 @@ class WakeTokenListener(ReconnectingConnection):
             self._check_after(BLOCK_S)
 
     def _renew_wait(self) -> None:
-        """Wait for other keys than before. A wait that has begun is ended from another connection."""
+        """Wait for other keys. The command connection ends a BLPOP that has begun."""
         if self._waits_for:
             self._send_elsewhere(self._waits_for[0], "CLIENT", "UNBLOCK", self._client_id)
         else:
             self._wait()
 
     def _send_elsewhere(self, key: str, *args: Argument) -> None:
-        """Send a command on the connection for commands, and ignore its reply."""
+        """Send a command on the command connection, and ignore its reply."""
         self._servers.connection(key).send(args, self._loop.time() + BLOCK_S, lambda reply: None)
 
     def _wait(self) -> None:
@@ -223,7 +222,7 @@ class WakeTokenListener(ReconnectingConnection):
             self._resting = None
 
     def _on_reply(self, reply: Reply) -> None:
-        """Take the connection's number, a token, or that there was none."""
+        """Take the id of the connection, a token, or the empty reply after `BLOCK_S`."""
         if isinstance(reply, ServerError):
             self._break(str(reply))
             return
@@ -240,7 +239,7 @@ class WakeTokenListener(ReconnectingConnection):
             self._wait()
 
     def _on_token(self, key: str) -> None:
-        """Wake a worker. If none here waits for the key any more, put the token back for another process."""
+        """Wake a worker. If no worker of this process waits for the key, put the token back for another process."""
         if key not in self._keys:
             self._send_elsewhere(key, "LPUSH", key, "1")
             return

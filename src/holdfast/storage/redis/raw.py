@@ -1,6 +1,6 @@
-"""One socket to one server: open it, log in, write commands, hand over each reply as it arrives. Without retries.
+"""One socket to one server: open it, log in, write commands, and hand over each reply. Without retries.
 
-The protocol is RESP2, parsed by hiredis. redis-py has no part in it: see decision 6.
+The protocol is RESP2, parsed by hiredis. redis-py is not used: see decision 6.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from holdfast.version import VERSION
 
 Argument = bytes | str | int
 Reply = Any
-"""What a server answers: bytes, int, None, a ServerError, or a list of these."""
+"""The answer of a server: bytes, int, None, a ServerError, or a list of these."""
 Deliver = Callable[[Reply], None]
-"""Takes a reply, or an exception in its place."""
+"""A function that takes a reply, or an exception instead of it."""
 NodeAddress = tuple[str, int]
 
 KEEPALIVE: Mapping[int, int | bytes] = {
@@ -28,13 +28,13 @@ KEEPALIVE: Mapping[int, int | bytes] = {
     for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}.items()
     if hasattr(socket, name)
 }
-"""TCP asks after 30 s of silence whether the other side is there, three times, 5 s apart, where the system has this."""
+"""After 30 s of silence TCP probes the other side three times, 5 s apart, on systems with these options."""
 INCOMPLETE = object()
-"""What hiredis returns while a reply is not complete."""
+"""The value that hiredis returns while a reply is incomplete."""
 
 
 class ServerError(Exception):
-    """An error that a server sent in place of a reply. `code` is its first word."""
+    """An error that a server sent instead of a reply. `code` is its first word."""
 
     @property
     def code(self) -> str:
@@ -47,7 +47,7 @@ class LoginRefused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """Where a server is and how to log in. `path` names a unix socket, and replaces host and port."""
+    """The address of a server and how to log in. `path` names a unix socket, and replaces host and port."""
 
     host: str = "localhost"
     port: int = 6379
@@ -61,11 +61,11 @@ class ConnectOptions:
     tls: Mapping[str, Any] | None = field(default=None, repr=False)
     """The settings for `tls_context`; None for a connection without TLS."""
     connect_timeout_s: float = 5.0
-    """How long one attempt to connect may take, name look-up and login included."""
+    """How long one attempt to connect may take, including name look-up and login."""
     keepalive: Mapping[int, int | bytes] = field(default_factory=lambda: KEEPALIVE)
 
     def at(self, address: NodeAddress) -> ConnectOptions:
-        """The same login on another server."""
+        """Return the same login on another server."""
         return replace(self, host=address[0], port=address[1])
 
     @property
@@ -73,7 +73,7 @@ class ConnectOptions:
         return self.path or f"{self.host}:{self.port}"
 
     async def credentials(self) -> tuple[str, ...]:
-        """Arguments of AUTH; none if no login is wanted."""
+        """Return the arguments of AUTH, or none if no login is needed."""
         if self.credential_provider is not None:
             try:
                 return tuple(await self.credential_provider.get_credentials_async())
@@ -85,7 +85,7 @@ class ConnectOptions:
 
 
 def tls_context(settings: Mapping[str, Any]) -> ssl.SSLContext:
-    """A new context, from settings with redis-py's names. Files are read for each connection, so that a renewed
+    """Make a context from settings with redis-py's names. Files are read for each connection, so that a renewed
     certificate is used."""
     context = ssl.create_default_context()
     verify_mode: ssl.VerifyMode = settings["ssl_cert_reqs"]
@@ -108,7 +108,7 @@ def tls_context(settings: Mapping[str, Any]) -> ssl.SSLContext:
 
 
 READ_BYTES = 65_536
-"""Size of the buffer of a connection."""
+"""Size of the read buffer of a connection."""
 packed: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 """The bytes of a command."""
 
@@ -116,7 +116,7 @@ packed: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: 
 class RawConnection(asyncio.BufferedProtocol):
     """An open socket that parses replies. Nothing is read before `start`.
 
-    The buffer is used again for each read: asyncio would allocate 256 KiB, which costs up to 20 µs a reply.
+    All reads use one buffer: without it, asyncio allocates 256 KiB per read, which costs up to 20 µs a reply.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class RawConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
-        """What asyncio writes to. It slices this for TLS, and a slice of the buffer itself would be a copy."""
+        """The buffer for asyncio, which slices it for TLS: a slice of a bytearray would be a copy."""
         self._trouble = ""
-        """Why the connection ended; empty while it lasts."""
+        """Why the connection ended; empty while it is open."""
         self._on_reply: Deliver = _ignore
         self._on_lost: Callable[[str], None] = _ignore
 
@@ -135,7 +135,7 @@ class RawConnection(asyncio.BufferedProtocol):
         self._transport.write(packed(args))
 
     async def ask(self, *commands: tuple[Argument, ...]) -> list[Reply]:
-        """The replies to commands that are sent in one piece. If the connection ends, the last one is the error."""
+        """Send commands at once and return their replies. If the connection ends, the last reply is the error."""
         replies: list[Reply] = []
         complete = asyncio.get_running_loop().create_future()
 
@@ -150,14 +150,14 @@ class RawConnection(asyncio.BufferedProtocol):
         return replies
 
     def start(self, on_reply: Deliver, on_lost: Callable[[str], None]) -> None:
-        """Hand replies to `on_reply` from now on, and the reason of the end to `on_lost`."""
+        """Hand each reply to `on_reply` from now on, and the reason for the end of the connection to `on_lost`."""
         self._on_reply, self._on_lost = on_reply, on_lost
         self._transport.resume_reading()
         if self._trouble:  # It ended between the login and now.
             asyncio.get_running_loop().call_soon(lambda: self._on_lost(self._trouble))
 
     def abort(self) -> None:
-        """Close at once. Nothing is delivered any more, not even what is parsed already."""
+        """Close at once. No reply is delivered any more, not even one that was parsed."""
         self._on_reply = self._on_lost = _ignore
         self._transport.abort()
 
@@ -177,16 +177,16 @@ class RawConnection(asyncio.BufferedProtocol):
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
-        parser, buffer = self._parser, cast("bytes", self._buffer)  # hiredis takes any buffer, its types do not say so.
+        parser, buffer = self._parser, cast("bytes", self._buffer)  # hiredis takes any buffer; its type hints do not.
         try:
             parser.feed(buffer, 0, nbytes)
             while (reply := parser.gets()) is not INCOMPLETE:
                 self._on_reply(reply)
         except hiredis.ProtocolError as error:
-            self._end(f"the server sent something that is not a reply: {error}")
+            self._end(f"the server sent bytes that are not a reply: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end("the connection was closed" if exc is None else f"{type(exc).__name__}: {exc}")
+        self._end("the server closed the connection" if exc is None else f"{type(exc).__name__}: {exc}")
 
     def _end(self, trouble: str) -> None:
         self._trouble = trouble
@@ -220,7 +220,7 @@ async def open_connection(options: ConnectOptions) -> RawConnection:
 
 
 async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
-    """Send all commands of the login at once. The last two only help operators: CLIENT LIST shows them."""
+    """Send all commands of the login at once. The last two are for operators, who see them in CLIENT LIST."""
     commands: list[tuple[Argument, ...]] = []
     if credentials := await options.credentials():
         commands.append(("AUTH", *credentials))
@@ -235,7 +235,7 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
         if not isinstance(error, ServerError) or "max number of clients" in str(error):
             raise error  # A full server refuses a new connection, and another attempt may succeed.
         if error.code != "NOAUTH" and command[1] == "SETINFO":
-            continue  # A server before 7.2 does not know it.
+            continue  # A server before 7.2 does not have this command.
         if error.code in ("WRONGPASS", "NOAUTH", "NOPERM") or command[0] == "AUTH":
             raise LoginRefused(str(error))
         raise error

@@ -1,5 +1,5 @@
-"""The Lua of this storage as a server gets it: a library under a name made from its content, the same as a script, or
-the part that an enqueue needs, for the transaction of a caller.
+"""The Lua files as a server gets them: a library whose name is made from its content, the same as a script, or the part
+that an enqueue in a caller's transaction needs.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SOURCES: Mapping[str, str] = {
 }
 """The text of each file."""
 CLOCK = "local time = call('TIME')\n  return time[1] * 1000000 + time[2]"
-"""Where the library reads the server's clock, in clock.lua. It learns the time nowhere else."""
+"""The place in clock.lua where the library reads the clock of the server. It is the only one."""
 INJECTED_CLOCK = "return tonumber(table.remove(ARGS))"
-"""The replacement of `CLOCK` for a storage that was opened with a clock, as tests do."""
+"""Replaces `CLOCK` in a storage that was opened with a clock, as tests do."""
 FAST = "local FAST = true"
 """The switch of the optimised paths, in fast.lua."""
 REGISTER = """
 redis.register_function {function_name = NAME .. '_enqueue', callback = calls.run}
 redis.register_function {function_name = NAME, callback = calls.run, flags = {'allow-oom'}}
 """
-"""The end of the library. One body, two functions: a full server refuses to enqueue and runs everything else, because
-otherwise it could not be drained."""
+"""The end of the library: two functions with one body. A full server refuses the first and runs the second, because
+otherwise workers could not drain it."""
 MULTI_TAIL = f"""
 local queue = table.remove(ARGV, 1)
 local _, packed = unpack(calls.run(KEYS, ARGV))
@@ -47,17 +47,17 @@ for at = 1, #packed, {ENQUEUED.size} do
   replies[#replies + 1] = {{placed[code], generation}}
 end
 return replies"""
-"""The end of an enqueue in a caller's MULTI. It lists the queue in the same step. Every client can read its reply, also
-one that decodes everything as text."""
+"""The end of an enqueue in a caller's MULTI. It lists the queue in the same step. Every client can read the reply,
+including one that decodes everything as text."""
 
 _COMMENT = re.compile(r"""('(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")|--\[\[.*?\]\]|--[^\n]*""", re.DOTALL)
-"""Comments; strings are matched first, because they may contain what looks like a comment."""
+"""Matches strings and comments. A string may contain text that looks like a comment."""
 
 
 class Library:
     """Two functions, one of which a full server refuses. Two releases can share a server: their names differ.
 
-    `fast=False` switches the optimised paths off: for tests that compare both ways.
+    `fast=False` turns the optimised paths off, for tests that compare both.
     """
 
     def __init__(self, sources: Mapping[str, str], injected_clock: bool, *, fast: bool = True) -> None:
@@ -72,25 +72,25 @@ class Library:
         self.text = f"#!lua name={self.name}\n{self._body}local NAME = '{self.name}'{REGISTER}"
 
     def script(self, name: str) -> str:
-        """One of the two functions as a script, for a server that refuses the library."""
+        """Return one of the two functions as a script, for a server that refuses the library."""
         head = "#!lua" if name == self.enqueue else "#!lua flags=allow-oom"
         return f"{head}\n{self._body}return calls.run(KEYS, ARGV)"
 
     @property
     def enqueue_in_multi(self) -> str:
-        """The files that an enqueue needs, as a script. Every call sends it whole: a client cannot ask inside MULTI
-        whether the server knows it, and a call that fails there does not stop the others. So comments and indentation
-        are left out."""
+        """The files that an enqueue needs, as a script without comments and indentation. Every call sends all of it:
+        inside MULTI a client cannot check whether the server has the script, and a failed call does not stop the
+        others."""
         return f"#!lua\n{_bare(join(self._sources, ENQUEUE_FILES))}{MULTI_TAIL}"
 
 
 def join(sources: Mapping[str, str], names: Sequence[str]) -> str:
-    """One text of these files. A file begins on a new line, so that a line of the text is a line of a file."""
+    """Join files to one text. Each file begins on a new line, so that a line of the text is a line of a file."""
     return "".join(sources[name] if name == SHARED else f"do {sources[name]}end\n" for name in names)
 
 
 def layout_error(place: str, found: str) -> HoldfastError:
-    """The error for data of another layout, which is neither read nor written."""
+    """Return the error for data of another layout, which is neither read nor written."""
     if found.isdigit() and int(found) < LAYOUT:
         return StorageUnavailable(
             f"{place} has layout {found}, which this Holdfast no longer reads (it reads layout {LAYOUT}):"
@@ -110,6 +110,6 @@ def _replaced(sources: Mapping[str, str], name: str, old: str, new: str) -> Mapp
 
 @cache
 def _bare(text: str) -> str:
-    """The text without comments and indentation."""
+    """Return the text without comments and indentation."""
     lines = _COMMENT.sub(lambda found: found[1] or "", text).splitlines()
     return "\n".join(line.strip() for line in lines if line.strip())

@@ -1,4 +1,4 @@
-"""What a Redis or Valkey server says of itself: is it new enough, does it keep jobs, what survives a crash?"""
+"""What a Redis or Valkey server reports about itself: version, eviction of keys, and what survives a crash."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ OLDEST = {"redis": (7, 0), "valkey": (8, 0)}
 """The oldest version of each server that Holdfast works with."""
 
 
+async def _read_info(calls: Calls, key: str, *sections: str) -> dict[str, str]:
+    """Return sections of INFO as a dict, with the `kind` and the `version` of the server."""
+    reply: bytes = await calls.command(key, "INFO", *sections)
+    lines = reply.decode(errors="replace").splitlines()
+    info = dict(line.split(":", 1) for line in lines if ":" in line)
+    kind = "valkey" if "valkey_version" in info else "redis"
+    return {"maxmemory_policy": "noeviction", **info, "kind": kind, "version": info.get(f"{kind}_version", "0")}
+
+
 async def describe(calls: Calls, key: str, name: str) -> StorageInfo:
     """Describe the server that has the key."""
-    info = _info(await calls.command(key, "INFO", "server", "memory", "persistence", "replication"))
+    info = await _read_info(calls, key, "server", "memory", "persistence", "replication")
     seconds, micros = await calls.command(key, "TIME")
-    kind = "valkey" if "valkey_version" in info else "redis"
     fsync = await _setting(calls, key, "appendfsync") if info.get("aof_enabled") == "1" else ""
     keeps, warnings = durability(info, fsync)
+    memory = f"{info.get('used_memory_human', '?')} of {info.get('maxmemory_human', '?')}"
     facts = {
-        "release": f"{kind} {info.get(f'{kind}_version', '?')}",
+        "release": f"{info['kind']} {info['version']}",
         "layout": str(LAYOUT),
-        "eviction": info.get("maxmemory_policy", "?"),
-        "memory": f"{info.get('used_memory_human', '?')} of {info.get('maxmemory_human', '?')}".replace(
-            "of 0B", "(no limit)"
-        ),
+        "eviction": info["maxmemory_policy"],
+        "memory": memory.replace("of 0B", "(no limit)"),
         "replicas": info.get("connected_slaves", "0"),
     }
-    if info.get("maxmemory_policy", "noeviction") != "noeviction":
+    if info["maxmemory_policy"] != "noeviction":
         warnings.append(f"maxmemory-policy is {info['maxmemory_policy']}: jobs are deleted when memory is short")
     if info.get("role") == "slave":
         warnings.append("this is a replica: it takes no jobs")
@@ -39,7 +46,7 @@ async def describe(calls: Calls, key: str, name: str) -> StorageInfo:
 
 
 async def _setting(calls: Calls, key: str, name: str) -> str:
-    """A setting of the server, empty if the server does not show it."""
+    """Return a setting of the server, or an empty text if the server does not show it."""
     try:
         reply: list[bytes] = await calls.command(key, "CONFIG", "GET", name)
     except StorageUnavailable:
@@ -47,38 +54,31 @@ async def _setting(calls: Calls, key: str, name: str) -> str:
     return reply[1].decode() if len(reply) == 2 else ""
 
 
-async def check(calls: Calls, key: str, name: str, allow_eviction: bool, log_level: int) -> None:
-    """Refuse a server that is too old or that may delete jobs."""
+async def check(calls: Calls, key: str, name: str, allow_eviction: bool) -> str:
+    """Refuse a server that is too old or that may delete jobs. Returns its kind and version."""
     try:
-        reply: bytes = await calls.command(key, "INFO", "server", "memory")
+        info = await _read_info(calls, key, "server", "memory")
     except StorageUnavailable as error:
         if "NOPERM" not in str(error):
             raise
-        log.warning("%s does not let us see its version and its maxmemory-policy: %s", name, error)
-        return
-    info = _info(reply)
-    kind = "valkey" if "valkey_version" in info else "redis"
-    version = info.get(f"{kind}_version", "0")
+        log.warning("cannot check the version and the maxmemory-policy of %s: %s", name, error)
+        return "of an unknown version"
+    kind, version, eviction = info["kind"], info["version"], info["maxmemory_policy"]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST[kind]:
         oldest = ".".join(map(str, OLDEST[kind]))
         raise StorageUnavailable(f"{name} is {kind} {version}: Holdfast needs {oldest} or newer")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction" and not allow_eviction:
+    if eviction != "noeviction" and not allow_eviction:
         raise StorageUnavailable(
-            f"{name} has maxmemory-policy {policy}, which deletes jobs when memory is short:"
+            f"{name} has maxmemory-policy {eviction}, which deletes jobs when memory is short:"
             " set it to noeviction, or add ?eviction=allow to the URL if you can lose them"
         )
-    log.log(log_level, "jobs are in %s, %s %s", name, kind, version)
-
-
-def _info(reply: bytes) -> dict[str, str]:
-    return dict(line.split(":", 1) for line in reply.decode(errors="replace").splitlines() if ":" in line)
+    return f"{kind} {version}"
 
 
 def durability(info: dict[str, str], fsync: str) -> tuple[str, list[str]]:
-    """What survives a crash of the server, and advice."""
+    """Return a sentence on what survives a crash of the server, and advice."""
     if info.get("aof_enabled") != "1":
-        advice = "the server keeps snapshots at most: set `appendonly yes`, or a kill of it loses minutes, or all"
+        advice = "the server keeps snapshots at most, so a kill loses minutes of jobs or all: set `appendonly yes`"
         return "a kill of the server loses what came after its last snapshot, or all", [advice]
     if fsync == "always":
         return "everything acknowledged survives a kill, and a power cut if the disk keeps its word", []

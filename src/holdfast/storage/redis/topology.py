@@ -7,28 +7,21 @@ from binascii import crc_hqx
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Self
 
 from holdfast.errors import HoldfastError, StorageUnavailable
+from holdfast.storage.redis import raw
 from holdfast.storage.redis.connection import ServerConnection
-from holdfast.storage.redis.raw import (
-    Argument,
-    ConnectOptions,
-    LoginRefused,
-    NodeAddress,
-    RawConnection,
-    Reply,
-    ServerError,
-    open_connection,
-)
+from holdfast.storage.redis.raw import ConnectOptions, NodeAddress, RawConnection
 
 SENTINEL_S = 1.0
-"""How long one sentinel may take to answer, before the next one is asked."""
+"""How long one sentinel may take to answer before the next one is asked."""
 REFRESH_S = 0.05
-"""A cluster's map is not asked for again within this time."""
+"""Minimum time between two requests for the map of a cluster."""
 Node = NodeAddress | None
 """A server; None if there is only one."""
 SlotRange = tuple[int, int, NodeAddress]
+"""The first slot, the last slot, and the node that has them."""
 
 
 class NodeLeft(HoldfastError):
@@ -37,17 +30,27 @@ class NodeLeft(HoldfastError):
     code = "MOVED"
 
 
-async def ask_once(options: ConnectOptions, *args: Argument) -> Reply:
-    """The reply to one command, on a connection that is closed afterwards."""
-    raw = await open_connection(options)
-    try:
-        async with asyncio.timeout(options.connect_timeout_s):
-            (reply,) = await raw.ask(args)
-    finally:
-        raw.abort()
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
+async def ask_first(
+    servers: Iterable[ConnectOptions], timeout_s: float, *command: raw.Argument
+) -> tuple[ConnectOptions, raw.Reply]:
+    """Ask one server after the other, each on its own connection, until one knows the answer. Returns that server and
+    its reply. Raises ConnectionError with the last problem if no server knows."""
+    trouble = "no server is known"
+    for options in servers:
+        reply: raw.Reply
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await raw.open_connection(options)
+                try:
+                    (reply,) = await connection.ask(command)
+                finally:
+                    connection.abort()
+        except (OSError, raw.ServerError, raw.LoginRefused) as error:
+            reply = error
+        if reply and not isinstance(reply, Exception):
+            return options, reply
+        trouble = f"{options.place}: {reply!r:.200}"
+    raise ConnectionError(trouble)
 
 
 async def all_ended(tasks: Iterable[asyncio.Task[None] | None]) -> None:
@@ -65,15 +68,15 @@ class Servers:
     clustered = False
 
     def clone(self) -> Self:
-        """The same servers for another event loop. The two share no connection."""
+        """Return the same servers for another event loop. The two share no connection."""
         return replace(self)
 
     def node_of(self, key: str) -> Node:
-        """The server that has this key."""
+        """Return the server that has this key."""
         return None
 
     def connection(self, key: str) -> ServerConnection:
-        """The connection for commands to the server that has this key."""
+        """Return the connection for commands to the server that has this key."""
         return self.connection_to(self.node_of(key))
 
     def connection_to(self, node: Node) -> ServerConnection:
@@ -84,11 +87,11 @@ class Servers:
         return connection
 
     async def open(self, key: str) -> RawConnection:
-        """A new connection to the server that has this key."""
+        """Open another connection to the server that has this key."""
         return await self._connect(self.node_of(key))
 
     async def _connect(self, node: Node) -> RawConnection:
-        return await open_connection(self.options)
+        return await raw.open_connection(self.options)
 
     async def on_moved(self, error: Exception) -> None:
         """Find out where keys are, after an error said that one has moved."""
@@ -96,34 +99,28 @@ class Servers:
 
     async def close(self) -> None:
         await all_ended([connection.end() for connection in self._connections.values()])
-        self._connections.clear()  # Only now: calls that fail by this send the next, which must fail as well.
+        self._connections.clear()  # Only now: a call that fails here sends the next one, which must fail as well.
 
 
 @dataclass(eq=False, repr=False)
 class SentinelServers(Servers):
-    """The master that sentinels name: they are asked whenever a connection is opened."""
+    """The master that sentinels name. They are asked whenever a connection is opened."""
 
     service: str
     sentinels: list[ConnectOptions]
 
     async def _connect(self, node: Node) -> RawConnection:
-        return await open_connection(self.options.at(await self.find_master()))
+        return await raw.open_connection(self.options.at(await self.find_master()))
 
     async def find_master(self) -> NodeAddress:
         """Ask one sentinel after the other. The one that answers is asked first the next time."""
-        trouble = "no sentinel is known"
-        for options in self.sentinels:
-            try:
-                async with asyncio.timeout(SENTINEL_S):
-                    reply = await ask_once(options, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
-            except (OSError, ServerError, LoginRefused) as error:
-                trouble = f"{options.place}: {type(error).__name__} {error}".rstrip()
-                continue
-            if reply is not None:
-                self.sentinels = [options, *(other for other in self.sentinels if other is not options)]
-                return reply[0].decode(), int(reply[1])
-            trouble = f"{options.place} does not know it"
-        raise ConnectionError(f"no sentinel named the master of {self.service!r} ({trouble})")
+        command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
+        try:
+            known_by, (host, port) = await ask_first(self.sentinels, SENTINEL_S, *command)
+        except ConnectionError as error:
+            raise ConnectionError(f"no sentinel names the master of {self.service!r}: {error}") from error
+        self.sentinels = [known_by, *(other for other in self.sentinels if other is not known_by)]
+        return host.decode(), int(port)
 
 
 @dataclass(eq=False, repr=False)
@@ -146,21 +143,21 @@ class ClusterServers(Servers):
     async def open(self, key: str) -> RawConnection:
         if not self._slots:
             await self._refresh()
-        return await open_connection(self.options.at(self.node_of(key)))
+        return await super().open(key)
 
     async def _connect(self, node: Node) -> RawConnection:
-        """Connect to a node. If that fails, see whether another node has replaced it."""
+        """Connect to a node. If that fails, find out whether another node has replaced it."""
         assert node is not None
         try:
-            return await open_connection(self.options.at(node))
-        except (OSError, ServerError):
+            return await raw.open_connection(self.options.at(node))
+        except (OSError, raw.ServerError):
             await self._refresh()
             if node not in {known for *_, known in self._slots}:
-                raise NodeLeft(f"{node[0]}:{node[1]} is not a node of the cluster any more") from None
+                raise NodeLeft(f"{node[0]}:{node[1]} has left the cluster") from None
             raise
 
     async def on_moved(self, error: Exception) -> None:
-        """Ask for the map once, however many callers find out at the same time."""
+        """Ask for the map once, even if many callers need it at the same time."""
         loop = asyncio.get_running_loop()
         found_at = loop.time()
         if found_at - self._refreshed_at < REFRESH_S:
@@ -171,32 +168,27 @@ class ClusterServers(Servers):
 
     async def _refresh(self) -> None:
         """Ask known nodes and then the seeds for the map, until one answers."""
-        trouble = "no node is known"
-        for address in dict.fromkeys([*(address for *_, address in self._slots), *self.seeds]):
-            try:
-                reply = await ask_once(self.options.at(address), "CLUSTER", "SLOTS")
-            except (OSError, ServerError, LoginRefused) as error:
-                trouble = f"{type(error).__name__}: {error}"
-                continue
-            if isinstance(reply, list) and reply:
-                self._slots = [  # A master without a name is the node that was asked.
-                    (first, last, (master[0].decode() if master[0] else address[0], master[1]))
-                    for first, last, master, *_ in cast("Any", reply)
-                ]
-                self._refreshed_at = asyncio.get_running_loop().time()
-                return
-            trouble = f"{address[0]}:{address[1]} answered {reply!r:.100}"
-        raise ConnectionError(f"no node of {self.name} answered where the slots are ({trouble})")
+        addresses = dict.fromkeys([*(address for *_, address in self._slots), *self.seeds])
+        nodes = (self.options.at(address) for address in addresses)
+        try:
+            asked, reply = await ask_first(nodes, 2 * self.options.connect_timeout_s, "CLUSTER", "SLOTS")
+        except ConnectionError as error:
+            raise ConnectionError(f"no node of {self.name} says which node has which slots: {error}") from error
+        self._slots = [  # A master without a name is the node that was asked.
+            (first, last, (master[0].decode() if master[0] else asked.host, master[1]))
+            for first, last, master, *_ in reply
+        ]
+        self._refreshed_at = asyncio.get_running_loop().time()
 
 
 def slot_of(key: str) -> int:
-    """The slot of a key, or of its part between the first braces, if that is not empty."""
+    """Return the slot of a key, or of its part between the first braces, if that is not empty."""
     _, brace, rest = key.partition("{")
     tag, end, _ = rest.partition("}")
     return crc_hqx((tag if brace and end and tag else key).encode(), 0) % 16_384
 
 
 def address_in(error: Exception) -> NodeAddress:
-    """The node that an ASK or MOVED names."""
+    """Return the node that an ASK or MOVED error names."""
     host, _, port = str(error).rsplit(" ", 1)[-1].rpartition(":")
     return host, int(port)

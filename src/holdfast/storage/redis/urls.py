@@ -1,7 +1,7 @@
-"""From a URL, or an object of redis-py, to the servers that it names.
+"""Find the servers that a URL or a redis-py client names.
 
-Only public names of redis-py are used, and only of objects that a caller hands in. It is imported when one is: that
-takes 0.3 s, which a process that has only a URL does not spend.
+Only public names of redis-py are used. It is imported only if a caller passes one of its objects: the import takes
+0.3 s, which a process with a URL saves.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
-from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from holdfast.errors import OptionError
 from holdfast.storage.redis.raw import KEEPALIVE, ConnectOptions, NodeAddress
 from holdfast.storage.redis.topology import ClusterServers, SentinelServers, Servers
 
 MAX_TIMEOUT_S = 300.0
-"""A reply is kept for ten minutes: a call that is repeated for longer could be done twice."""
+"""Maximum timeout of a call. The server keeps replies for ten minutes; a later repetition could apply a call twice."""
 VERIFY_MODES = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 
 
 def _verify_mode(value: Any) -> ssl.VerifyMode:
-    """`required` and so on as redis-py has them: a word, a constant of `ssl`, or None."""
+    """Read the `ssl_cert_reqs` of redis-py: a word, a constant of `ssl`, or None."""
     return ssl.VerifyMode(VERIFY_MODES.get(value, value or ssl.CERT_NONE))
 
 
 def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         if text not in values:
-            raise ValueError(f"it is one of {', '.join(values)}")
+            raise ValueError(f"use one of {', '.join(values)}")
         return values[text]
 
     return read
 
 
 def _verify_flags(text: str) -> list[ssl.VerifyFlags]:
-    """Flags from text such as `VERIFY_X509_STRICT,VERIFY_CRL_CHECK_LEAF`; brackets around it are allowed."""
+    """Read text such as `VERIFY_X509_STRICT,VERIFY_CRL_CHECK_LEAF`, with or without brackets."""
     return [_one_of(ssl.VerifyFlags.__members__)(name.strip()) for name in text.strip("[] ").split(",")]
 
 
 def _timeout(text: str) -> float:
     timeout_s = float(text)
     if not 0.1 <= timeout_s <= MAX_TIMEOUT_S:
-        raise ValueError(f"it is a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
+        raise ValueError(f"use a number of seconds from 0.1 to {MAX_TIMEOUT_S:.0f}")
     return timeout_s
 
 
@@ -59,41 +59,34 @@ USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "timeout": _timeout,
     "eviction": _one_of({"refuse": False, "allow": True}),
 }
-"""Options of a URL that are used, and how their text is read. The last two are for the storage; all others have
-redis-py's names and meanings."""
-UNUSED_OPTIONS = frozenset(
-    (
-        *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
-        *("lib_version", "protocol", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_read_size"),
-        *("socket_timeout", "socket_type"),
-    )
-)
-"""Options of a URL that redis-py has and that change nothing here: Holdfast has its own retries and timeouts."""
+"""Options of a URL and how their text is read. `timeout` and `eviction` are for the storage; all others have the names
+and meanings of redis-py."""
+UNUSED_OPTIONS = {
+    *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
+    *("lib_version", "protocol", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_read_size"),
+    *("socket_timeout", "socket_type"),
+}
+"""Options of redis-py that a URL may have and that change nothing: Holdfast has its own retries and timeouts."""
 
 
 def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
-    """The servers that a URL names, and its options for the storage. `shown` is the URL as errors may show it: a part
-    of a URL that is not well formed may be a part of the password, so errors show no other part."""
+    """Return the servers that a URL names, and the URL's options for the storage. `shown` is the URL as errors may show
+    it. Errors show no other part: in a malformed URL any part may belong to the password."""
     try:
-        return _servers_from_url(urlsplit(url), shown)
-    except ValueError as error:
-        if isinstance(error, OptionError):
-            raise
-        raise OptionError(f"{shown!r:.120} is not a URL of a server: check its hosts and ports") from None
-
-
-def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str, Any]]:
-    scheme, path, service = parts.scheme, parts.path.strip("/"), ""
-    credentials, _, hosts = parts.netloc.rpartition("@")
-    if "," in hosts and scheme not in ("redis+sentinel", "redis+cluster"):
+        parts = urlsplit(url)
+        scheme, path, service = parts.scheme, parts.path.strip("/"), ""
+        credentials, _, hosts = parts.netloc.rpartition("@")
+        addresses = [_address(host, 26379 if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
+    except ValueError:
+        raise OptionError(f"{shown!r:.120} is not the URL of a server: check its hosts and ports") from None
+    if len(addresses) > 1 and scheme not in ("redis+sentinel", "redis+cluster"):
         raise OptionError(f"{shown!r:.120} names several hosts: use redis+sentinel:// or redis+cluster://")
-    addresses = [_address(host, 26379 if scheme == "redis+sentinel" else 6379) for host in hosts.split(",")]
     if scheme == "redis+sentinel":
         service, _, path = path.partition("/")
         if not service:
             raise OptionError(f"{shown!r:.120} does not name a master: write redis+sentinel://host:26379/SERVICE/0")
-    if path and not path.isdigit():
-        raise OptionError(f"{shown!r:.120} has a database that is not a number")
+    if path and not path.isdecimal():
+        raise OptionError(f"{shown!r:.120} has a database that is not a number: write redis://host:6379/0")
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
     login = {name: query.pop(f"sentinel_{name}", "") for name in ("username", "password") if service}
     tls = scheme in ("rediss", "valkeys") or query.pop("ssl", "") in ("1", "true", "True")
@@ -109,7 +102,7 @@ def _servers_from_url(parts: SplitResult, shown: str) -> tuple[Servers, dict[str
     if scheme != "redis+cluster":
         return Servers(shown, options), storage_options
     if options.database:
-        raise OptionError(f"{shown!r:.120}: a cluster has only database 0")
+        raise OptionError(f"{shown!r:.120}: a cluster has only database 0, leave the number out")
     return ClusterServers(shown, options, addresses), storage_options
 
 
@@ -126,15 +119,15 @@ def _read_query(query: Mapping[str, str], shown: str) -> dict[str, Any]:
                 settings[name] = USED_OPTIONS[name](text)
             except ValueError as error:
                 detail = f": {error!s:.100}" if text in shown else ""
-                raise OptionError(f"{shown!r:.120} has a wrong value for {name}{detail}") from None
+                raise OptionError(f"{shown!r:.120} has an invalid value for {name}{detail}") from None
         elif name not in UNUSED_OPTIONS:
             detail = f": {name!r:.40}" if name in shown else ""
-            raise OptionError(f"{shown!r:.120} has an option that is not known{detail}")
+            raise OptionError(f"{shown!r:.120} has an unknown option{detail}")
     return settings
 
 
 def connect_options(settings: Mapping[str, Any], tls: bool) -> ConnectOptions:
-    """The options of a connection, from settings with redis-py's names."""
+    """Read the options of a connection from settings with redis-py's names."""
     options = {field.name: settings[field.name] for field in fields(ConnectOptions) if settings.get(field.name)}
     if settings.get("socket_connect_timeout"):
         options["connect_timeout_s"] = float(settings["socket_connect_timeout"])
@@ -146,7 +139,7 @@ def connect_options(settings: Mapping[str, Any], tls: bool) -> ConnectOptions:
 
 
 def servers_from_client(client: object) -> Servers:
-    """The servers of a redis-py client that a caller has already. Its settings are copied; it stays the caller's."""
+    """Return the servers of a redis-py client. The settings are copied; the client stays the caller's."""
     from redis.asyncio import Redis, RedisCluster
     from redis.asyncio.connection import SSLConnection
     from redis.asyncio.sentinel import SentinelConnectionPool
@@ -154,7 +147,7 @@ def servers_from_client(client: object) -> Servers:
     def options_of(pool: Any) -> ConnectOptions:
         settings: Mapping[str, Any] = pool.connection_kwargs
         if settings.get("redis_connect_func") is not None:
-            raise OptionError("a client with a redis_connect_func cannot be used: use a credential_provider instead")
+            raise OptionError("a client with a redis_connect_func is not supported: use a credential_provider instead")
         return connect_options(settings, issubclass(pool.connection_class, SSLConnection))
 
     if isinstance(client, RedisCluster):
@@ -164,7 +157,7 @@ def servers_from_client(client: object) -> Servers:
         options = connect_options(settings, settings.get("connection_class") is SSLConnection)
         return ClusterServers(f"{seeds[0][0]}:{seeds[0][1]}", options, seeds)
     if not isinstance(client, Redis):
-        raise OptionError(f"a client is a redis.asyncio.Redis or RedisCluster, not {type(client).__module__}")
+        raise OptionError(f"a {type(client).__module__} is not a client: pass a redis.asyncio.Redis or RedisCluster")
     pool: Any = client.connection_pool
     options = options_of(pool)
     if not isinstance(client.connection_pool, SentinelConnectionPool):
@@ -174,25 +167,23 @@ def servers_from_client(client: object) -> Servers:
 
 
 def pipeline_for(transaction: object, servers: Servers) -> Any:
-    """The caller's redis-py pipeline, if an enqueue to these servers can be part of it."""
+    """Return the caller's redis-py pipeline. Raises OptionError if a job on these servers cannot be part of it."""
     from redis.asyncio.client import Pipeline
     from redis.client import Pipeline as BlockingPipeline
 
     if not isinstance(transaction, Pipeline | BlockingPipeline):
         kind = type(transaction)
         raise OptionError(
-            f"{kind.__module__}.{kind.__qualname__} is no transaction that a job could be part of on {servers.name}:"
+            f"{kind.__module__}.{kind.__qualname__} is not a transaction of {servers.name}:"
             " pass a pipeline of redis.Redis or redis.asyncio.Redis"
         )
     if servers.clustered:
         raise OptionError(
-            f"{servers.name} is a cluster, where a transaction ends at a slot's edge: a job cannot be part of yours"
+            f"{servers.name} is a cluster, where transactions cannot span slots: enqueue outside of yours"
         )
     database, expected = int(transaction.connection_pool.connection_kwargs.get("db") or 0), servers.options.database
     if database != expected:
-        raise OptionError(
-            f"the pipeline is on database {database}, the jobs are in database {expected} of {servers.name}"
-        )
+        raise OptionError(f"the pipeline uses database {database}, the jobs are in database {expected}: use the same")
     if transaction.watching and not transaction.explicit_transaction:
         raise OptionError("the pipeline watches keys and would send the command at once: call its multi() first")
     return transaction

@@ -12,7 +12,7 @@ local function newest_stamp(job)
   return newest
 end
 
--- Return 1 if the metadata cannot be read, and then, unless this is a dry run, make it from all records of the queue: the
+-- Return 1 if the metadata cannot be read. Unless this is a dry run, rebuild it from all records of the queue. This is the
 -- only step whose length grows with the queue.
 function VERBS.rebuild()
   if metadata.find(QUEUE) ~= false then return 0 end

@@ -1,4 +1,4 @@
--- Numbered calls, and `run`, with which every call of the library begins.
+-- Numbered calls, and `run`, the entry point of every call of the library.
 
 local VERB_ARG, CLIENT_ARG, NUMBER_ARG = 1, 2, 3
 local KEY_SUFFIX = ':meta'

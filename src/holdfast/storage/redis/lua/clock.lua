@@ -1,5 +1,7 @@
 -- The time of a queue: mirrors _core/clock.py. `time` is the metadata of the queue.
 
+local STEP_BACK_US, MAX_STEPS = 1000000, 8
+
 function clock.wall_clock()
   local time = call('TIME')
   return time[1] * 1000000 + time[2]

@@ -1,12 +1,11 @@
--- The verb `enqueue`, on its own because an enqueue inside a caller's MULTI needs no other verb. Mirrors
+-- The verb `enqueue`, in a separate file because an enqueue in a caller's MULTI needs no other verb. Mirrors
 -- storage/local/engine.py.
 
 local REQUEST, ENQUEUED = '<BBBBBBBBI8I8', '<BBI8'
 local REQUEST_ARGS = 4 -- id, head, terms, payload
--- Positions in the reply: was the queue made; the replies, packed; the outcomes of ids that had completed. And in one of
--- these: the number of the request, the outcome, the id, the generation.
-local REPLY = {OPENED = 1, PACKED = 2, CACHED = 3}
-local CACHED_AT, CACHED_OUTCOME, CACHED_ID, CACHED_GENERATION = 1, 2, 3, 4
+-- In a reply: the position of the cached outcomes, and of the outcome in one of these: the number of the request, the
+-- outcome, the id, the generation.
+local CACHED_OUTCOMES, CACHED_OUTCOME = 3, 2
 
 local start_plain = fast.start_plain
 
@@ -19,12 +18,6 @@ local function read_request(head)
     starts_fast = fast.starts(when, has_payload, extended), updates = updates == 1, takes_payload = takes_payload == 1,
     rule = rule, resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '',
     work_extension = '', payload = nil}
-end
-
--- The terms argument of a request with an extension: #terms I2, terms, extension.
-function enqueue.split_terms(packed)
-  local size, at = unpack_from('<I2', packed)
-  return sub(packed, at, at + size - 1), sub(packed, at + size)
 end
 
 -- Enqueue the requests that `request_at(number)` returns. Fills `replies` and the cached `outcomes`.
@@ -64,7 +57,11 @@ function VERBS.enqueue()
     end
     request.id, request.terms = ids[at], ARGS[first + 2]
     request.payload = request.has_payload and ARGS[first + 3] or nil
-    if request.extended then request.terms, request.work_extension = enqueue.split_terms(request.terms) end
+    if request.extended then -- #terms I2, terms, extension
+      local packed, extension_at = request.terms, nil
+      request.terms, extension_at = record.sized_at('<I2', packed, 1)
+      request.work_extension = sub(packed, extension_at)
+    end
     return request
   end, replies, outcomes)
   transaction.close(tx)
@@ -72,23 +69,24 @@ function VERBS.enqueue()
 end
 
 function KEPT_AS.enqueue(reply)
-  if #reply[REPLY.CACHED] == 0 then return reply end
-  local outcomes = {}
-  for at, cached in ipairs(reply[REPLY.CACHED]) do
-    local outcome = cached[CACHED_OUTCOME]
-    outcomes[at] = {cached[CACHED_AT], #outcome > MAX_INLINE_BYTES and '' or outcome, cached[CACHED_ID],
-      cached[CACHED_GENERATION]}
+  local opened, packed, outcomes = unpack(reply)
+  if #outcomes == 0 then return reply end
+  local kept = {}
+  for at, cached in ipairs(outcomes) do
+    local number, outcome, id, generation = unpack(cached)
+    kept[at] = {number, #outcome > MAX_INLINE_BYTES and '' or outcome, id, generation}
   end
-  return {reply[REPLY.OPENED], reply[REPLY.PACKED], outcomes}
+  return {opened, packed, kept}
 end
 
 -- A large outcome is not kept with the reply. It is read again, if the record still has it.
 function REPEATS.enqueue(reply)
-  for _, cached in ipairs(reply[REPLY.CACHED]) do
-    if cached[CACHED_OUTCOME] == '' then
-      local ok, job = pcall(record.decode, cached[CACHED_ID], call('HGET', QUEUE .. ':jobs', cached[CACHED_ID]))
+  for _, cached in ipairs(reply[CACHED_OUTCOMES]) do
+    local _, packed, id, generation = unpack(cached)
+    if packed == '' then
+      local ok, job = pcall(record.decode, id, call('HGET', QUEUE .. ':jobs', id))
       for _, outcome in pairs(ok and {job.previous, job.outcome} or {}) do
-        if outcome.generation == cached[CACHED_GENERATION] then cached[CACHED_OUTCOME] = record.encode_outcome(outcome) end
+        if outcome.generation == generation then cached[CACHED_OUTCOME] = record.encode_outcome(outcome) end
       end
     end
   end

@@ -7,14 +7,11 @@ local FAST = true
 local stamp, append, list_of = clock.stamp, transaction.append, transaction.list_of
 local listened_to, record_event, REMOVED = transaction.listened_to, transaction.record_event, transaction.REMOVED
 local completed, encode_outcome = lifecycle.completed, record.encode_outcome
-local HEAD, LONG_PART, LEASE = record.HEAD, record.LONG_PART, record.LEASE
 
--- Where a record has its fields, where a lease has them, and where the head of a settlement has its fence and two lengths.
-local FLAGS_AT, PRIORITY_AT, GENERATION_AT, GENERATION_END = record.FLAGS_AT, record.PRIORITY_AT, record.GENERATION_AT,
-  record.RUN_AT_AT - 1
-local HEAD_BYTES, LONG_BYTES = record.ARRIVAL_AT - 1, record.LONG_END - 1 -- of a record at least, without and with LONG
-local ARRIVAL_AT, RETRIES_AT, RETRIES_END = record.ARRIVAL_AT, record.RETRIES_AT, record.STALLS_AT - 1
-local FENCE_AT, FENCE_END, HOLDER_AT = record.FENCE_AT, record.LEASE_MS_AT - 1, record.HOLDER_AT
+-- The last byte of some fields, and the least size of a record without and with LONG.
+local GENERATION_END, RETRIES_END, FENCE_END = RUN_AT_AT - 1, STALLS_AT - 1, LEASE_MS_AT - 1
+local HEAD_BYTES, LONG_BYTES = ARRIVAL_AT - 1, LONG_END - 1
+-- Where the head of a settlement has its fence and its two lengths.
 local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
 
 -- By the flags of a record. LIVE: without an outcome and an extension. PLAIN: without counts, error and waiters too.
@@ -27,7 +24,7 @@ end
 local NO_RETRIES = '\0\0\0\0'
 local NO_TTLS = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 
--- Can `start_plain` start such a request, if its id has no record?
+-- Whether `start_plain` can start such a request, if its id has no record.
 function fast.starts(when, has_payload, extended)
   return FAST and when == NOW and has_payload and not extended
 end
@@ -56,8 +53,8 @@ function fast.start_plain(tx, request)
   return at
 end
 
--- Can a waiting job be claimed without decoding its record? The member of the index must be the record's, and the job must
--- not be one that is counted as retrying or that follows the clock.
+-- Whether a claim can lease a waiting job without decoding its record. The member of the index must fit the record, and
+-- the job must not be counted as retrying and must not follow the wall clock.
 function fast.is_plain(raw, run, index, member)
   if not FAST or not raw or run then return false end
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
@@ -80,19 +77,19 @@ function fast.claim_plain(tx, id, raw, index, member, worker, lease_ms)
   return fence
 end
 
--- Is this a completion by the holder of the lease, of a live record without a `next`?
+-- Whether the holder of the lease completes a live record without a `next`.
 function fast.completes(raw, run, head, holder)
   return FAST and raw and run and byte(head) == COMPLETE and LIVE[byte(raw)] and band(byte(run), NEXT) == 0
     and sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) == sub(run, FENCE_AT, FENCE_END)
     and sub(run, HOLDER_AT, HOLDER_AT - 1 + #holder) == holder
 end
 
--- Does a completion leave nothing of its record?
+-- Whether a completion deletes the record.
 function fast.leaves_nothing(raw, head)
   return PLAIN[byte(raw)] and sub(head, LENGTHS_AT, LENGTHS_END) == NO_TTLS
 end
 
--- Complete a plain job that leaves nothing.
+-- Complete a plain job and delete its record.
 function fast.complete_plain(tx, id, raw)
   local writes = tx.writes
   append(list_of(writes, 'removed'), id)
@@ -102,7 +99,7 @@ function fast.complete_plain(tx, id, raw)
   record_event(tx, KIND.COMPLETED, id, listened_to(tx) and unpack_from('>I8', raw, GENERATION_AT) or 0, 0, '')
 end
 
--- Complete a job that leaves an outcome, and may have waiters. Returns false, without an effect, for every other record.
+-- Complete a job, with or without waiters, and keep its outcome. Returns false, without an effect, for other records.
 function fast.complete_remembered(tx, id, raw, settlement)
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
   if #raw < (flags % 2 == LONG and LONG_BYTES or HEAD_BYTES) or priority > 9 then return false end

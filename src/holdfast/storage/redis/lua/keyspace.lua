@@ -1,13 +1,12 @@
 --[[ The life of a job on Redis and Valkey: the keyspace, the stored formats, and the names that all files share.
 
-script.py joins the files of this folder into one library of functions, which servers keep under a name made from its
-content, so that two releases can share a server. Every call of the library is one atomic step. The files mirror Python
-modules by name: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
-storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. The promises of
-a verb are documented in storage/__init__.py. Payloads, results and errors are bytes that no file here looks into.
+script.py joins the files of this folder into one library of functions. Every call of the library is one atomic step. The
+files mirror Python modules: lifecycle.lua is _core/lifecycle.py, clock.lua is _core/clock.py, transaction.lua is
+storage/local/table.py, record.lua is codec.py, and the files with verbs are storage/local/engine.py. storage/base.py
+documents the verbs. The files do not read payloads, results and errors.
 
-The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals are its
-own (Lua allows 200 in one function), and puts what others call into the table that has the file's name.
+The locals of this file are visible in all others. Every other file is joined as `do ... end`, so that its locals stay
+private (Lua allows 200 in one function), and puts its public functions into the table that has the name of the file.
 
 KEYSPACE. The keys of a queue share the hash tag {namespace/queue}; the companion queue QUEUE/failed has the same tag. A
 call names the metadata key. In a cluster it names all other keys that it may touch too, so that the cluster refuses a call
@@ -56,10 +55,8 @@ local LAYOUT, LAYOUT_MARK = 2, 160
 local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS, WAITED_MS = 3600000, 60000, 604800000, 10000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
-local STEP_BACK_US, MAX_STEPS = 1000000, 8
 local NEVER = 9007199254740991
 local SWEEP_ON_CLAIM, FORGET_ON_ENQUEUE = 10, 2
-local MAX_CALL_BYTES = 1048576
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
 local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
 
@@ -83,8 +80,14 @@ local MAKES_READY = {[KIND.ENQUEUED] = true, [KIND.PROMOTED] = true, [KIND.UPDAT
 
 local MARK, LONG, CUSTOM_ID, PAYLOAD, FINISHED, TERMS = 160, 1, 2, 4, 8, 16 -- a record's flags; MARK is in all of them
 local EXTENDED = 64 -- a flag of a record, of takes_payload in NEXT, of has_payload in a request, of priority in a follow-up
-local FIRST_WORK_TAG = 128
 local OVERDUE, CANCEL_ASKED, NEXT, PROGRESS = 1, 2, 4, 8 -- a run's flags
+
+-- The formats of a record, its LONG part and a lease, and where their fields begin. LONG_END is the first byte behind LONG.
+-- HOLDER_AT is the place of the size of a worker's name, which the name follows.
+local HEAD, LONG_PART, LEASE = '>BBI8I8', '<I8I8I4I4I4I4I8I8I4I4I4', '<BI8I4I8I2'
+local FLAGS_AT, PRIORITY_AT, GENERATION_AT, RUN_AT_AT = 1, 2, 3, 11
+local ARRIVAL_AT, RETRIES_AT, STALLS_AT, LONG_END = 19, 39, 43, 79
+local FENCE_AT, LEASE_MS_AT, HOLDER_AT = 2, 10, 22
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
 -- table: its first fields are the clock of the queue.

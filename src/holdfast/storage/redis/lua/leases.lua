@@ -1,11 +1,11 @@
--- Which jobs are due and which leases are over: what claims and sweeps read from the indexes. Mirrors the part of
--- storage/local/table.py that an enqueue does not need.
+-- Due jobs and expired leases, which claims and sweeps read from the indexes. Mirrors the part of storage/local/table.py
+-- that an enqueue does not need.
 
 local first_score = transaction.first_score
 local PAGE = 100 -- leases that are read at a time
 
 -- The priorities that waiting jobs may have, highest first.
-local function priorities_of(tx)
+function leases.priorities_of(tx)
   local found = {}
   for priority = 9, 0, -1 do
     if band(tx.meta[PRIORITIES], PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
@@ -15,7 +15,7 @@ end
 
 function leases.next_run_at(tx)
   local first
-  for _, priority in ipairs(priorities_of(tx)) do
+  for _, priority in ipairs(leases.priorities_of(tx)) do
     local score = first_score(tx.queue .. WAITING_INDEXES[priority])
     if score and (not first or score < first) then first = score end
   end
@@ -60,5 +60,3 @@ function leases.sweep(tx, limit, worker)
   end
   return overdue, stalled, #ids == limit
 end
-
-leases.priorities_of = priorities_of

@@ -1,5 +1,5 @@
 -- The life of a job: mirrors _core/lifecycle.py, function by function. A function changes the job that it gets, sets
--- `changed`, and returns the job as it is afterwards (nil: the record is deleted) and the kind of event.
+-- `changed`, and returns the job afterwards (nil: the record is deleted) and the kind of event.
 
 local stamp, place, DEFAULTS = clock.stamp, clock.place, record.DEFAULTS
 
@@ -42,18 +42,13 @@ local function due_of(request, time, at)
   return {run_at = time[LAST_AT] + 1000 * delay_ms, arrival = at, wall_at = 0}
 end
 
--- The one of two times that a rule takes, after both were moved with the clock.
+-- The time that a rule chooses from two, after both have followed the clock.
 local function choose(rule, old, new, time)
   local old_at = place(time, old.run_at, old.wall_at, old.arrival)
   local new_at = place(time, new.run_at, new.wall_at, new.arrival)
   local takes_new = rule == TAKES or (rule == IF_LATER and new_at > old_at) or (rule == IF_EARLIER and new_at < old_at)
   local chosen = takes_new and new or old
   return {run_at = takes_new and new_at or old_at, arrival = chosen.arrival, wall_at = chosen.wall_at}
-end
-
--- Let a job that waits stand for another request. The entries of its extension end with the generation that they describe.
-local function set_generation(job, generation)
-  job.generation, job.job_extension = generation, ''
 end
 
 local function set_due(job, due)
@@ -65,29 +60,28 @@ local function set_work(job, work)
   job.payload, job.has_payload = work.payload, true
 end
 
-local function reset_counts(job)
-  job.retries, job.stalls, job.timeouts, job.error = 0, 0, 0, nil
+-- Replace the request of a waiting job by another one. The entries of its extension end with the generation that they describe.
+local function regenerate(job, request, generation, due)
+  set_due(job, due)
+  if request.takes_payload then set_work(job, request) end
+  if request.resets_counts then job.retries, job.stalls, job.timeouts, job.error = 0, 0, 0, nil end
+  job.generation, job.job_extension, job.changed = generation, '', true
 end
 
 -- The record of a new generation. `before` is the record that the id had, or nil.
-local function fresh(id, custom_id, before)
-  local job = setmetatable({id = id, custom_id = custom_id, changed = true, priority = 0, terms = '', payload = '',
-    has_payload = true, generation = 0, run_at = 0, arrival = 0}, DEFAULTS)
+local function fresh(id, custom_id, before, generation, work, due, previous)
+  local job = setmetatable({id = id, custom_id = custom_id, changed = true, generation = generation, previous = previous,
+    priority = work.priority, terms = work.terms, work_extension = work.work_extension, payload = work.payload,
+    has_payload = true, run_at = due.run_at, arrival = due.arrival, wall_at = due.wall_at}, DEFAULTS)
   if before then job.keep_until_at, job.waiters = before.keep_until_at, before.waiters end
   return job
 end
 
 local function start(job, request, time, at)
-  local started = fresh(request.id, request.custom_id, job)
-  if job and request.updates and not request.takes_payload and job.has_payload then
-    started.raw, started.payload_at = job.raw, job.payload_at
-    set_work(started, job)
-  else
-    set_work(started, request)
-  end
-  started.generation = at
-  if job then started.previous = job.outcome end
-  set_due(started, due_of(request, time, at))
+  local takes_stored = job and request.updates and not request.takes_payload and job.has_payload
+  local work, due = takes_stored and job or request, due_of(request, time, at)
+  local started = fresh(request.id, request.custom_id, job, at, work, due, job and job.outcome)
+  if takes_stored then started.raw, started.payload_at = job.raw, job.payload_at end
   waited_for(started, request, time[LAST_AT])
   return started, NEW, at, job and job.outcome.state or 0, KIND.ENQUEUED
 end
@@ -103,12 +97,8 @@ local function enqueue_on_finished(job, request, time, at)
 end
 
 local function update_waiting(job, request, time, at)
-  set_due(job, choose(request.rule, job, due_of(request, time, at), time))
+  regenerate(job, request, at, choose(request.rule, job, due_of(request, time, at), time))
   waited_for(job, request, time[LAST_AT])
-  if request.takes_payload then set_work(job, request) end
-  set_generation(job, at)
-  job.changed = true
-  if request.resets_counts then reset_counts(job) end
   return job, UPDATED, at, WAITING, KIND.UPDATED
 end
 
@@ -162,13 +152,11 @@ local function cancelled(job, now)
     forget_at = forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now)}
 end
 
-local function completed(job, settlement, now)
+function lifecycle.completed(job, settlement, now)
   local dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
   return {state = COMPLETED, generation = job.generation, ended_at = now, dedup_at = dedup_at, codec = settlement.codec,
     result = settlement.result, forget_at = max(forget_at(job, settlement.result_ttl_ms, now), dedup_at)}
 end
-
-lifecycle.completed = completed
 
 local function failed(job, settlement, now)
   return {state = FAILED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
@@ -179,11 +167,8 @@ end
 local function finish(job, outcome, kind, now)
   local following, remembered = job.run and job.run.next, outcome.forget_at > now
   if following then
-    local promoted = fresh(job.id, job.custom_id, job)
-    set_work(promoted, following)
-    set_due(promoted, following)
-    promoted.generation = following.generation
-    promoted.previous = remembered and outcome or job.previous
+    local previous = remembered and outcome or job.previous
+    local promoted = fresh(job.id, job.custom_id, job, following.generation, following, following, previous)
     return promoted, kind, KIND.PROMOTED, outcome
   end
   if not remembered then return nil, kind end
@@ -252,10 +237,7 @@ local function again(job, kind, time)
   local following = job.run.next
   job.run, job.changed = nil, true
   if following then
-    set_due(job, choose(following.takes_run_at, job, following, time))
-    if following.takes_payload then set_work(job, following) end
-    set_generation(job, following.generation)
-    if following.resets_counts then reset_counts(job) end
+    regenerate(job, following, following.generation, choose(following.takes_run_at, job, following, time))
   end
   return job, kind
 end
@@ -275,7 +257,7 @@ local RETRY_KINDS = {retries = KIND.RETRIED, stalls = KIND.STALLED, timeouts = K
 
 function lifecycle.settle(job, settlement, time)
   local now = time[LAST_AT]
-  if settlement.kind == COMPLETE then return finish(job, completed(job, settlement, now), KIND.COMPLETED, now) end
+  if settlement.kind == COMPLETE then return finish(job, lifecycle.completed(job, settlement, now), KIND.COMPLETED, now) end
   if job.run.cancel_asked then return finish(job, cancelled(job, now), KIND.CANCELLED, now) end
   if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), KIND.FAILED, now) end
   if settlement.kind == RELEASE then return again(job, KIND.RELEASED, time) end

@@ -44,7 +44,7 @@ function metadata.find(queue)
   return ok and layout == LAYOUT and meta
 end
 
--- The same for a verb that cannot go on without it: only `rebuild` makes metadata that cannot be read again.
+-- The same, but metadata that cannot be read is an error: only `rebuild` can replace it.
 function metadata.read(queue)
   local meta = metadata.find(queue)
   if meta == false then error({err = 'HOLDFAST_METADATA ' .. queue}) end
@@ -52,10 +52,9 @@ function metadata.read(queue)
 end
 
 function metadata.write(queue, meta)
-  local steps, count, reason = '', #meta[STEPS], meta[REASON]
-  for _, step in ipairs(meta[STEPS]) do steps = steps .. pack('<I8I8', step[1], step[2]) end
-  local kept = meta[STEPS]
-  meta[STEPS] = count
-  call('SET', queue .. ':meta', pack(META, unpack(meta, 1, STEPS)) .. steps .. reason)
-  meta[STEPS] = kept
+  local packed, steps = '', meta[STEPS]
+  for _, step in ipairs(steps) do packed = packed .. pack('<I8I8', step[1], step[2]) end
+  meta[STEPS] = #steps
+  call('SET', queue .. ':meta', pack(META, unpack(meta, 1, STEPS)) .. packed .. meta[REASON])
+  meta[STEPS] = steps
 end

@@ -10,8 +10,8 @@ local function time_of(queue)
   return meta[LAST_AT], meta[SKEW], meta
 end
 
--- One character per queue: 1 if a worker has something to do there, a job that is due or a lease to take back. A queue
--- whose metadata cannot be read is 1 as well: the claim of that queue then says what is wrong, and no other is held up.
+-- One character per queue: 1 if it has a job that is due or a lease to take back. A queue whose metadata cannot be read is
+-- 1 as well: the claim of that queue then returns the error, and other queues are not affected.
 function VERBS.ready()
   local replies = {}
   for at = FIRST_ARG, #ARGS do

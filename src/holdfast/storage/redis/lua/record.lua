@@ -1,15 +1,23 @@
 -- Records, leases and outcomes as bytes: mirrors codec.py. The formats are at the head of keyspace.lua.
 
-local HEAD, LONG_PART, OUTCOME = '>BBI8I8', '<I8I8I4I4I4I4I8I8I4I4I4', '<BI8I8I8I8BI4I4'
-local LEASE, NEXT_HEAD, ENTRY = '<BI8I4I8I2', '<I8I8I8I8BBBBI2', '<BI4'
+local OUTCOME, NEXT_HEAD, ENTRY = '<BI8I8I8I8BI4I4', '<I8I8I8I8BBBBI2', '<BI4'
+local FIRST_WORK_TAG = 128
 
--- Where the fields of a record begin: of its head, then of LONG, with the first byte behind both.
-local FLAGS_AT, PRIORITY_AT, GENERATION_AT, RUN_AT_AT = 1, 2, 3, 11
-local ARRIVAL_AT, RETRIES_AT, STALLS_AT, LONG_END = 19, 39, 43, 79
--- Where the fields of a lease begin. HOLDER_AT: the size of the worker's name and the name.
-local FENCE_AT, LEASE_MS_AT, HOLDER_AT = 2, 10, 22
+-- Bytes behind their size, which has the format `form`, and the first position behind them.
+local function sized_at(form, packed, at)
+  local size
+  size, at = unpack_from(form, packed, at)
+  if at + size > #packed + 1 then error('garbled') end
+  return sub(packed, at, at + size - 1), at + size
+end
 
--- Bytes that may be missing: their size + 1, 0 for none, and the bytes.
+-- Bytes whose size is stored plus one, nil for 0, and the first position behind them.
+local function bytes_at(packed, at, size)
+  if size == 0 then return nil, at end
+  return sub(packed, at, at + size - 2), at + size - 1
+end
+
+-- The same for writing: the size plus one, and the bytes.
 local function pack_bytes(value)
   return value and #value + 1 or 0, value or ''
 end
@@ -29,21 +37,15 @@ local function decode_outcome(packed)
     error_size, at = unpack_from(OUTCOME, packed)
   outcome.codec = sub(packed, at, at + codec_size - 1)
   at = at + codec_size
-  if result_size > 0 then
-    outcome.result = sub(packed, at, at + result_size - 2)
-    at = at + result_size - 1
-  end
-  if error_size > 0 then
-    outcome.error = sub(packed, at, at + error_size - 2)
-    at = at + error_size - 1
-  end
+  outcome.result, at = bytes_at(packed, at, result_size)
+  outcome.error, at = bytes_at(packed, at, error_size)
   if at ~= #packed + 1 or not INDEXES[outcome.state] or max(outcome.generation, outcome.forget_at) > NEVER then
     error('garbled')
   end
   return outcome
 end
 
--- Split an extension into the entries of the job and those of the work.
+-- Split an extension: return the entries of the job, and those of the work.
 local function split_extension(packed)
   local at, last, work_at = 1, 0, nil
   while at <= #packed do
@@ -54,14 +56,6 @@ local function split_extension(packed)
   end
   work_at = work_at or at
   return sub(packed, 1, work_at - 1), sub(packed, work_at)
-end
-
--- The section of a record or a NEXT: its bytes from `at` on, and the first position behind it.
-local function extension_at(packed, at)
-  local size
-  size, at = unpack_from('<I4', packed, at)
-  if at + size > #packed + 1 then error('garbled') end
-  return sub(packed, at, at + size - 1), at + size
 end
 
 local function encode_next(following)
@@ -84,9 +78,9 @@ local function decode_next(packed, at)
   following.terms, following.work_extension = sub(packed, at, at + size - 1), ''
   at = at + size
   if band(takes_payload, EXTENDED) ~= 0 then
-    local job_entries
-    following.work_extension, at = extension_at(packed, at)
-    job_entries, following.work_extension = split_extension(following.work_extension)
+    local extension, job_entries
+    extension, at = sized_at('<I4', packed, at)
+    job_entries, following.work_extension = split_extension(extension)
     if job_entries ~= '' then error('garbled') end
   end
   following.payload = sub(packed, at)
@@ -110,11 +104,7 @@ local function decode_run(packed)
   if max(run.fence, run.until_at) > NEVER or at > #packed + 1 then error('garbled') end
   if flags ~= 0 then
     run.overdue, run.cancel_asked = band(flags, OVERDUE) ~= 0, band(flags, CANCEL_ASKED) ~= 0
-    if band(flags, PROGRESS) ~= 0 then
-      size, at = unpack_from('<I4', packed, at)
-      run.progress = sub(packed, at, at + size - 1)
-      at = at + size
-    end
+    if band(flags, PROGRESS) ~= 0 then run.progress, at = sized_at('<I4', packed, at) end
     if band(flags, NEXT) ~= 0 then run.next = decode_next(packed, at) end
   end
   return run
@@ -152,10 +142,7 @@ local function decode_long(job, raw, at)
     previous_size, waiters_size, at = unpack_from(LONG_PART, raw, at)
   if max(job.arrival, job.wall_at, job.keep_until_at, keep_ms) > NEVER then error('garbled') end
   if keep_ms > 0 then job.keep_ms = keep_ms - 1 end
-  if error_size > 0 then
-    job.error = sub(raw, at, at + error_size - 2)
-    at = at + error_size - 1
-  end
+  job.error, at = bytes_at(raw, at, error_size)
   if previous_size > 0 then job.previous = decode_outcome(sub(raw, at, at + previous_size - 1)) end
   at = at + previous_size
   job.waiters = sub(raw, at, at + waiters_size - 1)
@@ -173,21 +160,15 @@ local function decode(id, raw, run)
   local job = setmetatable({id = id, raw = raw, priority = priority, generation = generation, run_at = run_at,
     arrival = generation, payload_at = at, custom_id = band(flags, CUSTOM_ID) ~= 0,
     has_payload = band(flags, PAYLOAD) ~= 0}, DEFAULTS)
-  local size
+  local outcome, extension
   if band(flags, LONG) ~= 0 then at = decode_long(job, raw, at) end
   if band(flags, FINISHED) ~= 0 then
-    size, at = unpack_from('<I4', raw, at)
-    job.outcome = decode_outcome(sub(raw, at, at + size - 1))
-    at = at + size
+    outcome, at = sized_at('<I4', raw, at)
+    job.outcome = decode_outcome(outcome)
   end
-  if band(flags, TERMS) ~= 0 then
-    size, at = unpack_from('<I2', raw, at)
-    job.terms = sub(raw, at, at + size - 1)
-    at = at + size
-  end
+  if band(flags, TERMS) ~= 0 then job.terms, at = sized_at('<I2', raw, at) end
   if band(flags, EXTENDED) ~= 0 then
-    local extension
-    extension, at = extension_at(raw, at)
+    extension, at = sized_at('<I4', raw, at)
     job.job_extension, job.work_extension = split_extension(extension)
   end
   if at > #raw + 1 then error('garbled') end
@@ -200,10 +181,4 @@ local function decode(id, raw, run)
 end
 
 record.encode, record.decode, record.encode_run, record.decode_run = encode, decode, encode_run, decode_run
-record.encode_outcome, record.decode_outcome = encode_outcome, decode_outcome
-
--- For fast.lua, which reads fields of a record or a lease without decoding it.
-record.HEAD, record.LONG_PART, record.LEASE, record.HEAD_BYTES = HEAD, LONG_PART, LEASE, ARRIVAL_AT - FLAGS_AT
-record.FLAGS_AT, record.PRIORITY_AT, record.GENERATION_AT, record.RUN_AT_AT = FLAGS_AT, PRIORITY_AT, GENERATION_AT, RUN_AT_AT
-record.ARRIVAL_AT, record.RETRIES_AT, record.STALLS_AT, record.LONG_END = ARRIVAL_AT, RETRIES_AT, STALLS_AT, LONG_END
-record.FENCE_AT, record.LEASE_MS_AT, record.HOLDER_AT = FENCE_AT, LEASE_MS_AT, HOLDER_AT
+record.encode_outcome, record.sized_at = encode_outcome, sized_at

@@ -5,10 +5,10 @@
 local encode, decode, encode_run, encode_outcome = record.encode, record.decode, record.encode_run, record.encode_outcome
 local view_of = metadata.view_of
 
--- The entry of a job that this step has settled in fast.lua.
+-- The entry of a job that fast.lua has settled in this step.
 transaction.REMOVED = {}
 
--- The ids among the arguments: one in `step` arguments, from `first` on.
+-- The ids among the arguments: every `step`-th argument, from `first` on.
 function transaction.ids_from(first, step)
   local ids = {}
   for at = first, #ARGS, step do ids[#ids + 1] = ARGS[at] end
@@ -16,7 +16,6 @@ function transaction.ids_from(first, step)
 end
 
 -- The index that a job is in: its key, its score and its member there.
-
 local function index_of(job)
   if job.outcome then return INDEXES[job.outcome.state], job.outcome.forget_at, job.id end
   if job.run then return ':running', job.run.until_at, job.id end
@@ -45,26 +44,26 @@ local function begin(queue, meta, opened)
 end
 
 -- The transaction of a queue, nil if there is no such queue.
-local function find(queue)
+function transaction.find(queue)
   local meta = metadata.read(queue)
   return meta and begin(queue, meta, 0)
 end
 
 -- Change the list of all queues in the step that makes or drops one. In a cluster another node has the list, and the client
 -- changes it in a separate call.
-local function relist(command, queue)
+function transaction.relist(command, queue)
   if not SINGLE_NODE then return end
   local namespace, name, companion = string.match(queue, '^{([^/]*)/(.*)}(.*)$')
   call(command, '{' .. namespace .. '}:queues', name .. companion)
 end
 
 -- The transaction of a queue, which is made if it does not exist.
-local function open(queue)
+function transaction.open(queue)
   local meta = metadata.read(queue)
   if meta then return begin(queue, meta, 0) end
   meta = metadata.new(queue)
   metadata.write(queue, meta)
-  relist('SADD', queue)
+  transaction.relist('SADD', queue)
   return begin(queue, meta, 1)
 end
 
@@ -133,7 +132,8 @@ local function record_event(tx, kind, id, generation, run_at, waiters, outcome)
     events[#events + 1] = pack_event(kind, id, generation, run_at)
   end
   if waiters ~= '' and ENDS_A_WAIT[kind] then
-    append(list_of(tx, 'notices'), waiters, pack_event(kind, id, generation, run_at, outcome))
+    local packed, inboxes = pack_event(kind, id, generation, run_at, outcome), list_of(tx, 'inboxes')
+    for at = 1, #waiters, WAITER_BYTES do append(list_of(inboxes, sub(waiters, at, at + WAITER_BYTES - 1)), packed) end
   end
 end
 
@@ -154,9 +154,9 @@ local function record_change(tx, entry, after, kind, then_kind, outcome)
   if then_kind then record_event(tx, then_kind, entry.id, after.generation, after.run_at, '') end
 end
 
--- Remove a member of an index that does not fit its record, so that no verb meets it again. A garbled record moves to the
--- failed ones. Every other record is left as it is: `repair` puts it into its index.
-local function remove_stray(tx, entry, index, member)
+-- Remove a member of an index that does not fit its record, so that no verb meets it again. A garbled record becomes a
+-- failed one. Every other record stays unchanged: `repair` writes it to its index.
+function transaction.remove_stray(tx, entry, index, member)
   call('ZREM', tx.queue .. index, member)
   if entry.damaged then
     entry.job.changed = true
@@ -211,14 +211,7 @@ end
 -- message per channel.
 local function publish(tx)
   if tx.events then call('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
-  local notices, inboxes = tx.notices, {}
-  for at = 1, notices and #notices or 0, 2 do
-    local waiters, packed = notices[at], notices[at + 1]
-    for place = 1, #waiters, WAITER_BYTES do
-      append(list_of(inboxes, sub(waiters, place, place + WAITER_BYTES - 1)), packed)
-    end
-  end
-  for client, packed in pairs(inboxes) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
+  for client, packed in pairs(tx.inboxes or {}) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
 end
 
 local function wake(tx)
@@ -227,7 +220,7 @@ end
 
 -- Write the changes. A step without changes writes nothing, not even the time of the queue, unless it was the first to see
 -- the clock step back.
-local function close(tx)
+function transaction.close(tx)
   if #tx.changed > 0 or tx.noted then
     for at = 1, #tx.changed do save(tx, tx.changed[at]) end
     flush(tx.queue, tx.writes)
@@ -249,15 +242,8 @@ local function first_score(key)
   return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
 end
 
--- Set the time from which a finished record may have to be forgotten. The stored time may be too early, never too late.
-local function find_forget_at(tx)
-  tx.meta[FORGET_AT] = NEVER
-  for state = COMPLETED, CANCELLED do
-    tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
-  end
-end
-
-local function sweep_forgotten(tx, limit)
+-- Delete finished records whose time is over. FORGET_AT is the earliest such time: it may be too early, never too late.
+function transaction.sweep_forgotten(tx, limit)
   if tx.now < tx.meta[FORGET_AT] then return 0 end
   local met = 0
   for state = COMPLETED, CANCELLED do
@@ -268,26 +254,26 @@ local function sweep_forgotten(tx, limit)
       if entry.job and lifecycle.forgotten(entry.job, tx.now) then
         record_change(tx, entry, nil, KIND.FORGOTTEN)
       else
-        remove_stray(tx, entry, INDEXES[state], id)
+        transaction.remove_stray(tx, entry, INDEXES[state], id)
       end
     end
     met = met + #ids
   end
-  if met == 0 then find_forget_at(tx) end
+  if met == 0 then
+    tx.meta[FORGET_AT] = NEVER
+    for state = COMPLETED, CANCELLED do
+      tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
+    end
+  end
   return met
 end
 
 -- The id in a member of an index.
-local function id_of(index, member)
+function transaction.id_of(index, member)
   return string.find(index, '^:w') and sub(member, ARRIVAL_BYTES + 1) or member
 end
 
-transaction.list_of, transaction.append, transaction.find, transaction.relist = list_of, append, find, relist
-transaction.open, transaction.damaged_entry, transaction.entry_of = open, damaged_entry, entry_of
-transaction.records = records
-transaction.enter, transaction.load = enter, load
-transaction.listened_to, transaction.record_event = listened_to, record_event
-transaction.record_change, transaction.remove_stray, transaction.wake = record_change, remove_stray, wake
-transaction.close = close
-transaction.first_score, transaction.upto = first_score, upto
-transaction.sweep_forgotten, transaction.id_of = sweep_forgotten, id_of
+transaction.list_of, transaction.append, transaction.entry_of, transaction.records = list_of, append, entry_of, records
+transaction.damaged_entry, transaction.enter, transaction.load = damaged_entry, enter, load
+transaction.listened_to, transaction.record_event, transaction.record_change = listened_to, record_event, record_change
+transaction.wake, transaction.first_score, transaction.upto = wake, first_score, upto

@@ -3,14 +3,15 @@
 local ids_from, append, enter, record_change = transaction.ids_from, transaction.append, transaction.enter, transaction.record_change
 local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
 local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
+local MAX_CALL_BYTES = 1048576
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
 local PAGE = 100 -- leases that are read at a time
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
 local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
 
--- Can a claim lease the record of this entry? A member that does not fit its record is removed. A job whose wall time is
--- early, because the clock has stepped, moves to its place. `passed_over` says that either has happened.
+-- Whether a claim can lease the record of this entry. If not, `passed_over` is set: a member that does not fit its record
+-- is removed, and a job that is early because the clock has stepped moves to its time.
 local function fits(tx, entry, index, member)
   if entry.damaged or entry.key ~= index or entry.member ~= member then
     transaction.remove_stray(tx, entry, index, member)
@@ -72,7 +73,7 @@ function VERBS.claim()
     end
     for at = 1, #found.ids do
       local id, raw, entry, fence = found.ids[at], found.raws[at], found.entries[at], nil
-      size = size + #raw - (entry and entry.job.payload_at - #entry.job.work_extension or record.HEAD_BYTES)
+      size = size + #raw - (entry and entry.job.payload_at - #entry.job.work_extension or ARRIVAL_AT - FLAGS_AT)
       if #fences > 0 and size > MAX_CALL_BYTES then break end
       if entry then
         record_change(tx, entry, lifecycle.claim(entry.job, worker, lease_ms, tx.time))
@@ -101,7 +102,7 @@ function REPEATS.claim(reply)
   for at = 1, #ids do
     local id, fence = ids[at], sub(reply[REPLY.FENCES], FENCE_BYTES * (at - 1) + 1, FENCE_BYTES * at)
     local raw, run = call('HGET', QUEUE .. ':jobs', id), call('HGET', QUEUE .. ':runs', id)
-    if raw and run and sub(run, record.FENCE_AT, record.LEASE_MS_AT - 1) == fence then
+    if raw and run and sub(run, FENCE_AT, LEASE_MS_AT - 1) == fence then
       append(jobs, id, raw)
       fences[#fences + 1] = fence
     end
@@ -110,7 +111,7 @@ function REPEATS.claim(reply)
   return reply
 end
 
--- Of a claim only the ids and the fences are kept.
+-- The server keeps only the ids and the fences of a claim.
 function KEPT_AS.claim(reply)
   local ids, flat, kept = {}, reply[REPLY.JOBS], {unpack(reply)}
   for at = 1, #flat, 2 do ids[#ids + 1] = flat[at] end
@@ -137,8 +138,7 @@ local function read_follow_up(id, packed)
   at = at + size
   if band(priority, EXTENDED) ~= 0 then
     priority = priority - EXTENDED
-    size, at = unpack_from('<I4', packed, at)
-    extension, at = sub(packed, at, at + size - 1), at + size
+    extension, at = record.sized_at('<I4', packed, at)
   end
   return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
     custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT,
@@ -193,34 +193,15 @@ function VERBS.settle()
   return {companion.opened, table.concat(replies)}
 end
 
-function VERBS.extend()
-  local worker, lease_ms, first, replies = ARGS[FIRST_ARG], tonumber(ARGS[FIRST_ARG + 1]), FIRST_ARG + 2, {}
-  local ids = ids_from(first, LEASE_ARGS)
-  local tx = transaction.find(QUEUE)
-  local entries = tx and transaction.load(tx, ids)
-  for at, id in ipairs(ids) do
-    local fence, progress = tonumber(ARGS[first + 1]), ARGS[first + 2]
-    first = first + LEASE_ARGS
-    local entry = tx and entries[id]
-    if not entry or not lifecycle.holds(entry.job, worker, fence) then
-      replies[at] = 'l'
-    else
-      replies[at] = entry.job.run.cancel_asked and 'c' or 'k'
-      lifecycle.extend(entry.job, lease_ms, progress ~= '' and sub(progress, 2) or nil, tx.now)
-      record_change(tx, entry, entry.job)
-    end
-  end
-  if tx then transaction.close(tx) end
-  return table.concat(replies)
-end
-
-function VERBS.cancel()
-  local ids, replies = ids_from(FIRST_ARG, 1), {}
-  local tx = transaction.find(QUEUE)
-  if not tx then return string.rep('m', #ids) end
+-- Apply `step` to the jobs of these ids. It gets the job (nil: there is none), the time and the number of the item. It
+-- returns the job afterwards, the reply for the item, and the kind of event and the outcome if there are any. Every item
+-- gets the reply `missing` if the queue does not exist.
+local function change_each(ids, missing, step)
+  local tx, replies = transaction.find(QUEUE), {}
+  if not tx then return string.rep(missing, #ids) end
   local entries = transaction.load(tx, ids)
   for at, id in ipairs(ids) do
-    local after, reply, kind, outcome = lifecycle.cancel(entries[id].job, tx.now)
+    local after, reply, kind, outcome = step(entries[id].job, tx.now, at)
     record_change(tx, entries[id], after, kind, nil, outcome)
     replies[at] = reply
   end
@@ -228,18 +209,25 @@ function VERBS.cancel()
   return table.concat(replies)
 end
 
+function VERBS.extend()
+  local worker, lease_ms, first = ARGS[FIRST_ARG], tonumber(ARGS[FIRST_ARG + 1]), FIRST_ARG + 2
+  return change_each(ids_from(first, LEASE_ARGS), 'l', function(job, now, at)
+    local _, fence, progress = unpack(ARGS, first + LEASE_ARGS * (at - 1), first + LEASE_ARGS * at - 1)
+    if not lifecycle.holds(job, worker, tonumber(fence)) then return job, 'l' end
+    lifecycle.extend(job, lease_ms, progress ~= '' and sub(progress, 2) or nil, now)
+    return job, job.run.cancel_asked and 'c' or 'k'
+  end)
+end
+
+function VERBS.cancel()
+  return change_each(ids_from(FIRST_ARG, 1), 'm', lifecycle.cancel)
+end
+
 function VERBS.keep()
   local ttl_ms, at_least = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1] == '1'
-  local ids, replies = ids_from(FIRST_ARG + 2, 1), {}
-  local tx = transaction.find(QUEUE)
-  if not tx then return string.rep('m', #ids) end
-  local entries = transaction.load(tx, ids)
-  for at, id in ipairs(ids) do
-    replies[at] = lifecycle.keep(entries[id].job, ttl_ms, at_least, CLIENT, tx.now)
-    record_change(tx, entries[id], entries[id].job)
-  end
-  transaction.close(tx)
-  return table.concat(replies)
+  return change_each(ids_from(FIRST_ARG + 2, 1), 'm', function(job, now)
+    return job, lifecycle.keep(job, ttl_ms, at_least, CLIENT, now)
+  end)
 end
 
 function VERBS.pause()
@@ -262,7 +250,7 @@ function VERBS.sweep()
   return {overdue, stalled, forgotten, (more or forgotten == limit) and 1 or 0, leases.next_sweep_at(tx) or -1}
 end
 
--- Delete the first records of an index. A member that is not where its record says is removed.
+-- Delete the first records of an index. A member that does not fit its record is removed.
 local function purge_index(tx, index, limit)
   local key, ids = tx.queue .. index, {}
   local members = call('ZRANGE', key, 0, limit - 1)
@@ -277,14 +265,6 @@ local function purge_index(tx, index, limit)
     end
   end
   return #members
-end
-
-local function purge_waiting(tx, limit)
-  local done = 0
-  for _, priority in ipairs(leases.priorities_of(tx)) do
-    if done < limit then done = done + purge_index(tx, WAITING_INDEXES[priority], limit - done) end
-  end
-  return done
 end
 
 local function ask_to_cancel(tx, limit)
@@ -317,14 +297,16 @@ end
 function VERBS.purge()
   local limit, drops, wanted = unpack(ARGS, FIRST_ARG)
   limit, drops = tonumber(limit), drops == '1'
-  local done = 0
-  local tx = transaction.find(QUEUE)
+  local tx, done, indexes = transaction.find(QUEUE), 0, {}
   if not tx then return {0, 0} end
-  if string.find(wanted, WAITING, 1, true) then done = purge_waiting(tx, limit) end
+  if string.find(wanted, WAITING, 1, true) then
+    for _, priority in ipairs(leases.priorities_of(tx)) do indexes[#indexes + 1] = WAITING_INDEXES[priority] end
+  end
   for state = COMPLETED, CANCELLED do
-    if done < limit and string.find(wanted, state, 1, true) then
-      done = done + purge_index(tx, INDEXES[state], limit - done)
-    end
+    if string.find(wanted, state, 1, true) then indexes[#indexes + 1] = INDEXES[state] end
+  end
+  for _, index in ipairs(indexes) do
+    if done < limit then done = done + purge_index(tx, index, limit - done) end
   end
   if done < limit and string.find(wanted, RUNNING, 1, true) then done = done + ask_to_cancel(tx, limit - done) end
   transaction.close(tx)

@@ -1,5 +1,5 @@
--- The verbs of what a namespace shares: the list of queues, the layout, the workers. A full server runs them too, so that a
--- worker can start and drain it. A worker has one record for the whole namespace, on the wall clock.
+-- The verbs of the keys that a namespace shares: the list of queues, the layout, the workers. A full server runs them too,
+-- so that a worker can start and drain it. A worker has one record for the whole namespace, on the wall clock.
 
 local ANNOUNCED, EXPIRED_PER_CALL = '<I8I8B', 10 -- beat_at, expires_at, evict_asked, then the facts
 local ANNOUNCED_BYTES = 17
