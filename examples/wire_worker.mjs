@@ -1,4 +1,4 @@
-// A worker in plain Node, with no package: what docs/wire.md says, as a program. It completes every job of a queue with
+// A worker in plain Node, with no package: what docs/reference/wire.md says, as a program. It completes every job of a queue with
 // its payload's `text` in capitals, after `seconds` of work.
 //
 //   node wire_worker.mjs HOST:PORT QUEUE LIBRARY [NAMESPACE [LEASE_MS]]

@@ -34,9 +34,9 @@ def main() -> int:
     stale = False
     pages = {
         ROOT / "README.md": [picture()],
-        ROOT / "docs/api.md": [task_options(), request_options(), pull_options()],
-        ROOT / "docs/machine.md": [diagram(), table()],
-        ROOT / "docs/planted.md": [planted()],
+        ROOT / "docs/reference/api.md": [task_options(), request_options(), pull_options()],
+        ROOT / "docs/development/machine.md": [diagram(), table()],
+        ROOT / "docs/development/planted.md": [planted()],
     }
     for path, parts in pages.items():
         old = path.read_text()

@@ -18,7 +18,7 @@ def test_the_diagram_and_the_table_are_drawn_from_the_machine() -> None:
 def test_every_kind_of_problem_is_explained() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src/holdfast/storage").rglob("*.py"))
     kinds = set(re.findall(r'Problem\("(\w+)"', source))
-    explained = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/invariants.md").read_text(), re.MULTILINE))
+    explained = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/development/invariants.md").read_text(), re.MULTILINE))
     assert kinds == explained
 
 

@@ -1,4 +1,4 @@
-"""docs/seeds.md is complete and true: every item has a row, every row an answer, every test it names exists."""
+"""docs/development/seeds.md is complete: every item has a row, every row an answer, and every named test exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "seeds.md"
+TABLE = ROOT / "docs" / "development" / "seeds.md"
 
 ASSERTIONS = {
     "4.1": 19,

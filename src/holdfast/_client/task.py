@@ -46,7 +46,8 @@ class Task(Using[P, R], Generic[P, R, C]):
     def on_failure(self, /, **options: Unpack[HandlerOptions]) -> Callable[[F], F]: ...
     def on_failure(self, function: Any = None, /, **options: Any) -> Any:
         """Register a handler for jobs of this task that failed for good. It runs at least once, as a separate job that
-        is stored in the same step as the failure. It takes a `Failure`; its options are listed in docs/api.md."""
+        is stored in the same step as the failure. It takes a `Failure`; its options are listed in
+        docs/reference/api.md."""
 
         def register(function: F) -> F:
             self._definition.add_fail_handler(function, cast("HandlerOptions", options))

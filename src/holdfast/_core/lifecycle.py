@@ -1,8 +1,8 @@
 """The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
 
-tools/transitions.py has the whole life as a table: docs/machine.md is drawn from it, and tests hold every function to
-it. A function takes a record (None: there is none) and returns a `Step`: the new record and the kinds of events. Memory
-and SQLite run these functions; lifecycle.lua mirrors them name for name.
+tools/transitions.py has the whole life as a table: docs/development/machine.md is drawn from it, and tests hold every
+function to it. A function takes a record (None: there is none) and returns a `Step`: the new record and the kinds of
+events. Memory and SQLite run these functions; lifecycle.lua mirrors them name for name.
 
 The extension of the work (`Work.extension`) travels with the payload, by the same rules; a completed record keeps it.
 The extension of the record (`Job.extension`) lives as long as its generation: claim, extend, keep and every settlement

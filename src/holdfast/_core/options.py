@@ -6,8 +6,8 @@ To add an option to tasks, write three things:
 3. Its use: a field of the same name (`name_ms` for a length) in the struct that carries the value, which is `Policy` or
    `QueueConfig` (retry_policy.py) for what a worker applies, and `Work` (jobs.py) for what is stored with each request;
    and the code that reads this field.
-The check of unknown names and of bounds, the conversion, the tables of docs/api.md and the options of the command line
-follow from the TypedDict and the row.
+The check of unknown names and of bounds, the conversion, the tables of docs/reference/api.md and the options of the
+command line follow from the TypedDict and the row.
 
 Three words for time: `timeout` limits a run, `wait` is how long a caller waits, `lease` and `seconds` are the length of
 a lease. Every length is a number of seconds or a timedelta; fields hold milliseconds and end in `_ms`. Points in time

@@ -152,7 +152,7 @@ class WorkerCommands(Value, frozen=True):
 
 
 class Problem(Value, frozen=True):
-    """A broken invariant. `kind` is one of the audit's list in docs/invariants.md."""
+    """A broken invariant. `kind` is one of the audit's list in docs/development/invariants.md."""
 
     kind: str
     queue: str
