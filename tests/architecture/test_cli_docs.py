@@ -80,8 +80,8 @@ def by_heading(page: str) -> dict[str, str]:
     names = [""]
     for line in page.splitlines():
         if line.startswith("#"):
-            told = [name for name in re.findall(r"[a-z]+", line) if name in COMMANDS]
-            names = told if told and line.startswith("##") else [""]
+            listed = [name for name in re.findall(r"[a-z]+", line) if name in COMMANDS]
+            names = listed if listed and line.startswith("##") else [""]
         for name in names:
             sections[name] = sections.get(name, "") + line + "\n"
     return sections
