@@ -1,6 +1,6 @@
-"""A job that asks for its own next run, and goes on whatever is stopped, killed or started twice: `python periodic.py`.
+"""A job that enqueues its own next run, and survives stops, kills and a second start: `python periodic.py`.
 
-Start it, stop it with ^C, start it again: the plan is in the storage. Start it in two terminals: each run happens once.
+Stop it with ^C and start it again: the next run is in the storage. Start it in two terminals: each run happens once.
 `EVERY=60 python periodic.py` runs once a minute. `holdfast cancel periodic.backup backup` ends it, between two runs.
 """
 
@@ -19,10 +19,10 @@ EVERY = timedelta(seconds=float(os.environ.get("EVERY", "2")))
 app = Holdfast()
 
 
-@app.task(singleton="backup")  # one id, so there is never more than one that runs or waits
+@app.task(singleton="backup")  # one id, so at most one job runs or waits
 async def backup(due: datetime) -> None:
-    # First the next run, then the work: should this run fail or its worker die, the next one is planned already. A
-    # request that meets the running job waits for it to end. What was missed meanwhile is not made up for.
+    # Enqueue the next run first, then work: if this run fails or its worker dies, the next run is stored already. The
+    # request waits for this run to end. Runs that were missed while no worker ran are not made up for.
     await backup.using(run_at=(following := next_after(due))).enqueue(following)
     print(f"{due:%H:%M:%S} backup by {os.getpid()}, attempt {current_job().attempt}", flush=True)
 
@@ -37,7 +37,7 @@ async def main() -> None:
     async with app, app.worker():
         first = next_after(EPOCH)
         handle = await backup.using(run_at=first, on_conflict="keep").enqueue(first)
-        print(f"planned: {handle.placed}", flush=True)  # new, or a duplicate of what is planned already
+        print(f"planned: {handle.placed}", flush=True)  # new, or duplicate if a run is stored already
         await asyncio.Event().wait()
 
 

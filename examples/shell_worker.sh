@@ -5,8 +5,8 @@
 #   bash shell_worker.sh
 #   holdfast show words notes --payload
 #
-# Whatever can run `holdfast` can be a worker like this, in any language. Work that may take longer than its lease, 60 s
-# here, runs `holdfast extend "$token"` now and then.
+# Any program that can run `holdfast` can be such a worker. Work that may take longer than the lease (60 s here) must run
+# `holdfast extend "$token"` in time.
 set -euo pipefail
 
 QUEUE=${QUEUE:-words}
@@ -44,7 +44,7 @@ while true; do
   else
     settle=(fail --retry --delay "$BACKOFF" --max-retries 2 -- "$token" "$result")
   fi
-  # Not settled: the lease was lost meanwhile, so the job is somebody else's. The next one, please.
+  # Not settled: the lease was lost, so another worker has the job. Go on with the next one.
   outcome=$(holdfast "${settle[@]}") || outcome="not settled"
   echo "$(field id <<< "$job"), attempt $attempt: $outcome"
 done

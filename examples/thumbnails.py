@@ -1,7 +1,7 @@
-"""Work for the CPU in child processes, with progress that the producer shows as it goes: `python thumbnails.py`.
+"""CPU work in child processes, with progress that the producer shows: `python thumbnails.py`.
 
-It draws pictures (PPM, the simplest format there is) into ./pictures and makes a small one of each. All in plain
-Python, so that it takes a few seconds.
+It draws pictures (PPM, a very simple format) into ./pictures and makes a small one of each. It is plain Python, so it
+takes a few seconds.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ app = Holdfast()
 
 @app.task(timeout=120, size=100)  # a child has 100 units: it works on one of these at a time
 def thumbnail(picture: str, small: str) -> int:
-    """Not async, so it runs on a thread of a child. Pictures stay in files: jobs carry their names."""
+    """Make a small picture. It is not async, so it runs on a thread of a child. Jobs carry file names only."""
     width, height, pixels = read_ppm(Path(picture))
     out = bytearray()
     for y in range(0, height, SHRINK):
         for x in range(0, width, SHRINK):
             out += mean_colour(pixels, width, x, y)
-        current_job().progress(round(100 * (y + SHRINK) / height))  # cheap: the newest is sent, once a second
+        current_job().progress(round(100 * (y + SHRINK) / height))  # cheap: only the newest is sent, once a second
     return write_ppm(Path(small), width // SHRINK, height // SHRINK, bytes(out))
 
 
 def mean_colour(pixels: memoryview, width: int, left: int, top: int) -> bytes:
-    """Of a square. Light is what is averaged, and what a byte says is its root, more or less."""
+    """Return the mean colour of a square. Bytes are gamma-encoded, so the mean is taken of the decoded light."""
     square = b"".join(pixels[3 * (y * width + left) :][: 3 * SHRINK] for y in range(top, top + SHRINK))
     light = [sum((value / 255) ** 2.2 for value in square[colour::3]) / SHRINK**2 for colour in range(3)]
     return bytes(round(255 * mean ** (1 / 2.2)) for mean in light)
@@ -67,12 +67,12 @@ async def main() -> None:
 
 
 async def show(ids: list[str]) -> None:
-    """Say how far the jobs are whenever that has changed, until all have ended. A terminal has a line that changes."""
+    """Print the progress of the jobs when it changes, until all have ended. On a terminal, rewrite one line."""
     said, live = "", sys.stdout.isatty()
     while True:
         jobs = [job for id in ids if (job := await app.queue(thumbnail.name).get(id))]
         far = [str(job.state) if job.progress is None else f"{job.progress} %" for job in jobs]
-        line = "   ".join(f"{name} {told}" for name, told in zip(NAMES, far, strict=True))
+        line = "   ".join(f"{name} {percent}" for name, percent in zip(NAMES, far, strict=True))
         if line != said:
             print(f"\r\x1b[K{line}" if live else line, end="" if live else "\n", flush=True)
             said = line

@@ -1,13 +1,13 @@
-"""A web app with a worker inside: jobs run in the process that serves the requests, and outlive it.
+"""A web app with a worker inside: jobs run in the process that serves the requests, and survive its restart.
 
-    pip install 'holdfast[web]'
+    pip install '.[web]'    in a clone of Holdfast
     uvicorn web:app
 
     curl -X POST localhost:8000/reports -d '{"city": "Oslo"}'      202, and where the report will be
     curl 'localhost:8000/reports/ID?wait'                          the report, or 202 if it is not ready within 5 s
-    curl 'localhost:8000/shout?text=hello'                         request and response: a job that is waited for
+    curl 'localhost:8000/shout?text=hello'                         request and response: the endpoint waits for a job
 
-Reports that are slow, or need CPU, had better run elsewhere: leave `lifespan` without its worker and start
+Slow reports, or reports that need CPU, should run in another process: remove the worker from `lifespan` and start
 `holdfast worker web:jobs` beside the app. Nothing else changes.
 """
 
@@ -80,7 +80,7 @@ async def shout_back(request: Request) -> JSONResponse:
     try:
         return JSONResponse({"text": await shout.using(wait=5).call(request.query_params.get("text", ""))})
     except WaitTimeout:
-        return JSONResponse({"error": "nobody had the time"}, 504)
+        return JSONResponse({"error": "no worker ran the job in time"}, 504)
 
 
 app = Starlette(

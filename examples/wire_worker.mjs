@@ -1,5 +1,5 @@
-// A worker in plain Node, with no package: what docs/wire.md says, as a program. It completes every job of a queue with
-// its payload's `text` in capitals, after `seconds` of work.
+// A worker in plain Node without packages: docs/reference/wire.md as a program. It completes every job of a queue with
+// the `text` of its payload in capitals, after `seconds` of work.
 //
 //   node wire_worker.mjs HOST:PORT QUEUE LIBRARY [NAMESPACE [LEASE_MS]]
 import net from "node:net";
@@ -58,13 +58,13 @@ async function take(end) { // The bytes up to `end`, which is 1 while they are n
 async function call(verb, ...args) {
   numbers[verb] = (numbers[verb] ?? 0) + 1;
   const command = ["FCALL", name, 1, `${key}:meta`, verb, client, numbers[verb], ...args];
-  let told = await send(...command);
-  if (told instanceof Error && told.message.includes("Function not found")) {
+  let answer = await send(...command);
+  if (answer instanceof Error && answer.message.includes("Function not found")) {
     await send("FUNCTION", "LOAD", library);
-    told = await send(...command);
+    answer = await send(...command);
   }
-  if (told instanceof Error) throw told;
-  return told;
+  if (answer instanceof Error) throw answer;
+  return answer;
 }
 
 function payloadOf(record) { // What stands before it depends on the flags in the first byte.

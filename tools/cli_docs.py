@@ -1,4 +1,4 @@
-"""Writes the usage and the options of every command into docs/cli.md; with --check, only says whether that is done.
+"""Writes the usage and the options of every command into docs/reference/cli.md; with --check, only compares.
 
 Each command has a place of its own on the page: `<!-- generated: NAME -->` to `<!-- end -->`. What stands around it is
 written by hand.
@@ -14,7 +14,7 @@ import click
 
 from holdfast.cli import commands
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 EVERYWHERE = ("url", "namespace")
 """What nearly every command takes: explained once, at the top of the page."""
 PLACE = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -26,7 +26,7 @@ def main() -> int:
     new = filled(old) if not problems else old
     if new != old:
         if "--check" in sys.argv:
-            problems.append("docs/cli.md is not what the commands say: run tools/cli_docs.py")
+            problems.append("docs/reference/cli.md is not what the commands say: run tools/cli_docs.py")
         else:
             PAGE.write_text(new)
     for problem in problems:
@@ -39,7 +39,10 @@ def missing(text: str) -> list[str]:
     places = [found[1] for found in PLACE.finditer(text)]
     counts = {name: places.count(name) for name in {*commands.commands, *places}}
     wrong = sorted(name for name in counts if name not in commands.commands or counts[name] != 1)
-    return [f"docs/cli.md: `{name}` has {counts[name]} places; one if it is a command, else none" for name in wrong]
+    return [
+        f"docs/reference/cli.md: `{name}` has {counts[name]} places; one if it is a command, else none"
+        for name in wrong
+    ]
 
 
 def filled(text: str) -> str:

@@ -1,7 +1,7 @@
 """Mutation run over the machine: makes each small change that cosmic-ray knows, and asks whether a test fails.
 
 Works on copies of the tree, one per CPU, so nothing here is touched. Prints the survivors: each is a missing test, or
-a change that means nothing, and then belongs into docs/mutation.md with its reason.
+a change that means nothing, and then belongs into docs/development/mutation.md with its reason.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python tools/plant.py [NAME...]
 
 Each bug is an edit of a Lua file or of a Python file of this storage, made in a copy of the tree, with the tests that
-should catch it. Those with the name of a flaw translate one that a predecessor has: docs/seeds.md has the list. Fails
-if a bug survives, if an edit no longer applies, or if a test fails without any bug.
+should catch it. Those with the name of a flaw translate one that a predecessor has: docs/development/seeds.md has the
+list. Fails if a bug survives, if an edit no longer applies, or if a test fails without any bug.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The life of a job as data: docs/machine.md is drawn from it, and tests hold every function of the lifecycle to it."""
+"""The life of a job as data: docs/development/machine.md is drawn from it, and tests compare the lifecycle with it."""
 
 from __future__ import annotations
 

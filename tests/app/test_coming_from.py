@@ -1,5 +1,5 @@
-"""The examples of docs/coming-from.md do what they say: each is run as it stands there, on the embedded default, with
-what it calls `yours` put in."""
+"""The examples of docs/reference/coming-from.md do what they say: each is run as it stands there, on the embedded
+default, with what it calls `yours` put in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import holdfast
 from holdfast import Holdfast, State
 from tests.app.conftest import until
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "coming-from.md"
 CODE = re.compile(r"^## (.+?)$|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Every command, every option and every public name is explained: in its help, in docs/cli.md and in docs/api.md."""
+"""Every command, option and public name is explained: in its help and in docs/reference (cli.md, api.md)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import holdfast
 from holdfast import Handle, Holdfast, Lease, Queue, Task, Worker
 from holdfast.cli import commands
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
 SHARED = ["--url", "--namespace", "--json"]
 """Options that mean the same everywhere: the page may explain them once, before the commands."""
 COMMANDS = sorted(commands.commands)
@@ -47,7 +47,7 @@ def test_every_command_has_its_place_in_the_docs_with_every_option() -> None:
         for option in options(commands.commands[name]):
             for spelled in option.opts:
                 there = text if spelled not in SHARED else text + sections[""]
-                assert re.search(rf"{spelled}\b", there), f"docs/cli.md does not name {spelled} under {name}"
+                assert re.search(rf"{spelled}\b", there), f"docs/reference/cli.md does not name {spelled} under {name}"
 
 
 def test_no_command_or_option_is_in_the_docs_that_is_not_there() -> None:
@@ -80,8 +80,8 @@ def by_heading(page: str) -> dict[str, str]:
     names = [""]
     for line in page.splitlines():
         if line.startswith("#"):
-            told = [name for name in re.findall(r"[a-z]+", line) if name in COMMANDS]
-            names = told if told and line.startswith("##") else [""]
+            listed = [name for name in re.findall(r"[a-z]+", line) if name in COMMANDS]
+            names = listed if listed and line.startswith("##") else [""]
         for name in names:
             sections[name] = sections.get(name, "") + line + "\n"
     return sections

@@ -1,4 +1,4 @@
-"""One job on SQLite with an inline worker: the modules that it crosses, and that docs/internals.md names them."""
+"""One job on SQLite with an inline worker: docs/development/internals.md names every module that it crosses."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_one_job_crosses_at_most_thirty_modules(tmp_path: Path) -> None:
 
 
 def test_internals_page_names_every_module_on_the_path(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "internals.md").read_text()
+    page = (ROOT / "docs" / "development" / "internals.md").read_text()
     assert [module for module in modules_on_path(tmp_path) if module not in page] == []

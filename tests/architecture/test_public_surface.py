@@ -1,4 +1,4 @@
-"""Four modules are public, docs/api.md documents all of their names, and every documented import exists."""
+"""Four modules are public, docs/reference/api.md documents all of their names, and every documented import exists."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def public_names(module: str) -> set[str]:
 
 def documented_imports() -> list[tuple[str, str, str]]:
     """Page, module and name of every import in the README, the user pages and the examples."""
-    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("examples/*.py"))]
-    internal = {"internals.md", "wire.md"}
+    patterns = ["README.md", "docs/*.md", "docs/reference/*.md", "examples/*.py"]
+    pages = [page for pattern in patterns for page in sorted(ROOT.glob(pattern))]
+    internal = {"wire.md"}
     found: list[tuple[str, str, str]] = []
     for page in pages:
         if page.name not in internal:
@@ -48,7 +49,7 @@ def test_all_names_of_a_public_module_exist(module: str) -> None:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_in_the_api_reference(module: str) -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
     assert [name for name in sorted(public_names(module)) if not in_code(name, page)] == []
 
 
@@ -65,7 +66,7 @@ def test_documented_functions_of_private_modules_exist() -> None:
 
 
 def test_every_class_and_function_that_the_reference_heads_is_public() -> None:
-    headings = re.findall(r"^#+ .*`(\w+)`$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ .*`(\w+)`$", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
     known = set().union(*map(public_names, PUBLIC))
     assert len(headings) > 10
     assert set(headings) - known - {"sync"} == set()

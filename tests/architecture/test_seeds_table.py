@@ -1,4 +1,4 @@
-"""docs/seeds.md is complete and true: every item has a row, every row an answer, every test it names exists."""
+"""docs/development/seeds.md is complete: every item has a row, every row an answer, and every named test exists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "seeds.md"
+TABLE = ROOT / "docs" / "development" / "seeds.md"
 
 ASSERTIONS = {
     "4.1": 19,
@@ -37,7 +37,7 @@ def rows() -> list[tuple[str, str, str]]:
     return ROW.findall(TABLE.read_text(encoding="utf-8"))
 
 
-def custom_id() -> set[tuple[str, str]]:
+def named_tests() -> set[tuple[str, str]]:
     return set(TEST.findall(TABLE.read_text(encoding="utf-8")))
 
 
@@ -60,7 +60,7 @@ def test_every_row_ends_in_a_test_a_sentence_of_the_design_or_a_part_to_come() -
 def test_every_test_that_the_table_names_exists() -> None:
     missing = [
         f"{path}::{test}"
-        for path, test in sorted(custom_id())
+        for path, test in sorted(named_tests())
         if not (ROOT / path).is_file() or test not in defined_in(ROOT / path)
     ]
     assert missing == []
@@ -72,4 +72,4 @@ SUITES = sorted([*(ROOT / "tests/storage").glob("test_seeds*.py"), *(ROOT / "tes
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_test_of_the_seeds_is_named_in_the_table(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
-    assert sorted(defined_in(path) - {test for where, test in custom_id() if where == name}) == []
+    assert sorted(defined_in(path) - {test for where, test in named_tests() if where == name}) == []

@@ -1,4 +1,4 @@
-"""docs/wire.md is enough to write a worker in another language: examples/wire_worker.mjs works beside Python."""
+"""docs/reference/wire.md suffices to write a worker in another language: examples/wire_worker.mjs works with Python."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.app.conftest import until
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "examples" / "wire_worker.mjs"
-PAGE = ROOT / "docs" / "wire.md"
+PAGE = ROOT / "docs" / "reference" / "wire.md"
 
 
 def node() -> str | None:

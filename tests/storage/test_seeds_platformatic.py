@@ -1,6 +1,7 @@
 """The Platformatic job-queue's promises to producers, in our verbs: deduplication, results, waiting, cancel, queues.
 
-What it promises of recovery, events and storages is in test_seeds_platformatic_storage.py; docs/seeds.md has the list.
+What it promises of recovery, events and storages is in test_seeds_platformatic_storage.py;
+docs/development/seeds.md has the list.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Platformatic job-queue's promises of recovery, events and storages, and their flaws, in our verbs.
 
-What it promises to producers is in test_seeds_platformatic.py; docs/seeds.md has the list.
+What it promises to producers is in test_seeds_platformatic.py; docs/development/seeds.md has the list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queasy's promises and its flaws, in our verbs; docs/seeds.md says which test stands for which.
+"""Queasy's promises and its flaws, in our verbs; docs/development/seeds.md says which test stands for which.
 
 Fences, extends, sweeps and releases are proved in test_leases.py and not again here.
 """

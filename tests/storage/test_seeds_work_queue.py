@@ -1,4 +1,5 @@
-"""Redis Work Queue's promises and its flaws, in our verbs: leases, complete once, cleaning; docs/seeds.md has the list.
+"""Redis Work Queue's promises and its flaws, in our verbs: leases, complete once, cleaning;
+docs/development/seeds.md has the list.
 
 Who may complete, and what an expired lease means, is proved in test_leases.py and not again here.
 """

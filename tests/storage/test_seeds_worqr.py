@@ -1,5 +1,5 @@
 """Worqr's promises and its flaws, in our verbs: peers without a server, work that returns, cancel that reaches running
-work, push notification; docs/seeds.md has the list.
+work, push notification; docs/development/seeds.md has the list.
 
 What becomes of a dead worker's leases is proved in test_leases.py and not again here.
 """

@@ -121,7 +121,7 @@ class Holdfast(RunnableApp, Generic[T]):
     @overload
     def task(self, /, **options: Unpack[TaskOptions]) -> TaskDecorator: ...
     def task(self, function: Any = None, /, **options: Any) -> Any:
-        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. docs/api.md lists the options."""
+        """Make a function a task: `@app.task`, or `@app.task(timeout=30, …)`. The API reference lists the options."""
         check_names("task", TaskOptions, options)
         define = partial(self._define, cast("TaskOptions", options), False)
         return define if function is None else define(function)

@@ -110,7 +110,7 @@ class Queue:
         return self._bind(payload, options)
 
     async def enqueue(self, payload: object, **options: Unpack[EnqueueOptions]) -> Handle[Any]:
-        """Enqueue a job with any JSON value, or bytes. It is stored when this returns. Options: see docs/api.md."""
+        """Enqueue a job with any JSON value, or bytes. It is stored when this returns."""
         return await request.enqueue(self._session, self.bind(payload, **options))
 
     async def call(

@@ -99,7 +99,7 @@ class Using(Generic[P, R]):
         self._template = definition.request_template(options)
 
     def using(self, **options: Unpack[UsingOptions]) -> Using[P, R]:
-        """Return the same task with options for its requests: `task.using(delay=60).enqueue(…)`. See docs/api.md."""
+        """Return the same task with options for its requests: `task.using(delay=60).enqueue(…)`."""
         check_names("using", UsingOptions, options)
         return Using(self._definition, {**self._options, **options})
 

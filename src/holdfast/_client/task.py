@@ -46,7 +46,7 @@ class Task(Using[P, R], Generic[P, R, C]):
     def on_failure(self, /, **options: Unpack[HandlerOptions]) -> Callable[[F], F]: ...
     def on_failure(self, function: Any = None, /, **options: Any) -> Any:
         """Register a handler for failed jobs of this task. It takes a `Failure`, and runs at least once, as a job that
-        is stored in the same step as the failure. docs/api.md lists the options."""
+        is stored in the same step as the failure. The API reference lists the options."""
         register = functools.partial(self._definition.add_fail_handler, cast("HandlerOptions", options))
         return register if function is None else register(function)
 

@@ -1,8 +1,8 @@
 """The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
 
-tools/transitions.py has all transitions as a table; docs/machine.md is drawn from it, and tests compare every function
-with it. A function takes a record (None if there is none) and returns a `Step`: the new record and the kinds of events.
-Memory and SQLite run these functions; lifecycle.lua mirrors them name for name.
+tools/transitions.py has all transitions as a table; docs/development/machine.md is drawn from it, and tests compare
+every function with it. A function takes a record (None if there is none) and returns a `Step`: the new record and the
+kinds of events. Memory and SQLite run these functions; lifecycle.lua mirrors them.
 
 `Work.extension` follows the same rules as the payload, but a completed record keeps it. `Job.extension` lasts as long
 as the generation: a restart, a promotion, an update and a merge clear it.

@@ -2,7 +2,7 @@
 
 To add an option to tasks, write three things:
 1. Its key and its type in the TypedDict of each place where it is allowed. Type checkers of users read these.
-2. Its row in `OPTIONS`: name, help, default, bounds. Checks, docs/api.md and the command line follow from it.
+2. Its row in `OPTIONS`: name, help, default, bounds. Checks, docs/reference/api.md and the command line follow from it.
 3. A field of the same name (`name_ms` for a length) in the struct that carries the value, and the code that reads it:
    `Policy` or `QueueConfig` (retry_policy.py) for a worker, `Work` (jobs.py) for a value stored with each request.
 

@@ -156,7 +156,7 @@ class WorkerCommands(Value, frozen=True):
 
 
 class Problem(Value, frozen=True):
-    """A broken invariant. docs/invariants.md lists the kinds."""
+    """A broken invariant. docs/development/invariants.md lists the kinds."""
 
     kind: str
     queue: str

@@ -1,6 +1,6 @@
 """Jobs on Redis or Valkey: the Lua files in lua/ decide and store; this package writes calls and reads replies.
 
-docs/internals.md has the path of a job through the modules. The Lua files mirror Python modules by name.
+docs/development/internals.md has the path of a job through the modules. The Lua files mirror Python modules by name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Calls line up; the thread takes all that queued up while it was busy and runs them as one transaction, in order.
 A burst of callers so costs one commit. A single small call is run on its caller's thread: a commit that does not wait
-for the disk takes less time than the way to another thread and back (docs/decisions/0003).
+for the disk takes less time than the way to another thread and back (docs/development/decisions/0003).
 """
 
 from __future__ import annotations
