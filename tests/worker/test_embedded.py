@@ -112,7 +112,7 @@ async def test_a_queue_can_be_served_and_left_at_run_time(scene: Scene) -> None:
     assert said["long"] == ["waiting", 0, 0, 0]
     assert 0.2 <= said["seconds"] < 4
     assert said["a again"] == "a"
-    assert "no task is named like 'serve.c'" in said["wrong"]
+    assert "no task matches 'serve.c'" in said["wrong"]
 
 
 async def test_nothing_is_left_of_a_worker_when_its_block_is_over(scene: Scene) -> None:
@@ -138,7 +138,7 @@ async def test_a_child_for_suspects_goes_when_it_has_been_idle_for_a_while(scene
 @pytest.mark.storages("sqlite")
 async def test_apps_that_children_cannot_have_are_refused(scene: Scene) -> None:
     said = await told(scene, *AS_MODULE, "refused")
-    assert "no module has it: define it at the top of one" in said["hidden"]
+    assert "define it at the top level of a module" in said["hidden"]
     assert "memory:// is in one process" in said["local"]
     assert said["children"] == 0
 
