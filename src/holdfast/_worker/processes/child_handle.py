@@ -256,7 +256,7 @@ class ChildHandle:
                     self._channel.limit = frame_limit(message.max_payload)
                     log.info("child %d is ready%s", self.process.pid, ", for isolated runs" if self.spare else "")
                     self._move(ChildState.OPEN)
-                case messages.Broken(text, mistake) if self.state is ChildState.STARTING:
+                case messages.Broken(text, mistake) if self.hello is None:
                     self.failure = (OptionError if mistake else ChildStartError)(text)
                     self.end()
                 case _:

@@ -8,6 +8,7 @@ the group when the parent is gone, whatever the child does; elsewhere the child 
 from __future__ import annotations
 
 import asyncio
+import errno
 import mmap
 import os
 import signal
@@ -88,6 +89,7 @@ class Process:
             try:
                 for read_first in (True, False):
                     ours.callback(lifeline(self.pid, read_first=read_first))
+                self._pidfd = _pidfd(self.pid)
             except OSError:
                 self.kill()
                 self._process.wait()
@@ -96,18 +98,24 @@ class Process:
 
     def watch(self, exited: Callable[[], None]) -> None:
         """Call `exited` on this event loop when the process has ended."""
-        loop = asyncio.get_running_loop()
 
         def end() -> None:
             self._exited.set()
             exited()
 
+        loop = asyncio.get_running_loop()
+        if self._pidfd is not None:
+            pidfd = self._pidfd
+
+            def ready() -> None:
+                loop.remove_reader(pidfd)
+                end()
+
+            loop.add_reader(pidfd, ready)
+            return
+
         def wait() -> None:
-            if sys.platform == "linux":  # It is not reaped here: `kill` must know that its number is not used again.
-                with suppress(ChildProcessError):  # `kill` has reaped it.
-                    os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            else:
-                self._process.wait()
+            self._process.wait()
             with suppress(RuntimeError):  # The loop has closed.
                 loop.call_soon_threadsafe(end)
 
@@ -138,6 +146,10 @@ class Process:
         return exit_reason(self._process.returncode) if by_itself else None
 
     def close(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
         self._ours.close()
 
 
@@ -159,6 +171,18 @@ def _group_lives(number: int) -> bool:
             if int(group) == number and state not in (b"Z", b"X"):
                 return True
     return False
+
+
+def _pidfd(pid: int) -> int | None:
+    """A file descriptor that becomes readable when the process ends; None if the system has none."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return None  # A sandbox.
+        raise
 
 
 def exit_reason(returncode: int | None) -> str:
