@@ -167,5 +167,5 @@ async def test_a_program_without_a_guard_is_told_so_and_does_not_start_workers_f
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     status, _, err = await run(scene, "unguarded.py", cwd=tmp_path, seconds=8)
     assert status == 1
-    assert "put what starts the worker under `if __name__ == '__main__':`" in err
+    assert "start the worker under `if __name__ == '__main__':`" in err
     assert len(scene.notes("imported")) == 2
