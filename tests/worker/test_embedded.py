@@ -131,7 +131,7 @@ async def test_a_worker_that_is_cancelled_while_it_starts_leaves_nothing(scene: 
 @pytest.mark.storages("sqlite")
 async def test_a_child_for_suspects_goes_when_it_has_been_idle_for_a_while(scene: Scene) -> None:
     status, out, err = await run(scene, *AS_MODULE, "spare")
-    assert (status, err.count("has died")) == (0, 2)
+    assert (status, err.count(" died with ")) == (0, 2)
     assert json.loads(out) == {"there": True, "left": 1}
 
 

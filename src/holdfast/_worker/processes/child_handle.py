@@ -117,10 +117,10 @@ class ChildHandle:
             self.send(self._begin)
             try:
                 async with asyncio.timeout(START_S):
-                    await wait_until(self._changed, lambda: self.state is not ChildState.STARTING)
+                    await wait_until(self._changed, lambda: self.state is not ChildState.STARTING or bool(self.failure))
             except TimeoutError:
                 self.end(f"it was not ready within {START_S:g} s")
-            await wait_until(self._changed, lambda: self.state is ChildState.OVER)
+            await wait_until(self._changed, lambda: self.state is ChildState.OVER or bool(self.failure))
         except BaseException:  # The pool is cancelled. There may be no time to wait for the end of the process.
             self.kill()
             self.process.kill()
@@ -258,7 +258,7 @@ class ChildHandle:
                     self._move(ChildState.OPEN)
                 case messages.Broken(text, mistake) if self.hello is None:
                     self.failure = (OptionError if mistake else ChildStartError)(text)
-                    self.end()
+                    self._changed.set()  # It counts as starting until it is gone: no other child starts meanwhile.
                 case _:
                     pass  # Sent by a handler: it can write to any file descriptor of its process.
         now = _now()
