@@ -257,7 +257,7 @@ async def test_jobs_of_a_task_that_is_not_there_wait_untouched_for_a_worker_that
     async def other() -> None: ...
 
     handle = await render.enqueue(3)
-    with pytest.raises(OptionError, match=r"no task is named like 'reports\.\*'"):
+    with pytest.raises(OptionError, match=r"no task matches 'reports\.\*'"):
         app.worker("reports.*")
     await app.worker(burst=True).run()
     job = await app.queue("reports.render").get(handle.id)

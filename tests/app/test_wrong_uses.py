@@ -634,16 +634,16 @@ def test_a_worker_needs_tasks(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match="this app has no tasks"):
         idle.worker()
     idle.task(name="here")(lambda: None)
-    with pytest.raises(OptionError, match="no task is named like 'elsewhere': there are here"):
+    with pytest.raises(OptionError, match="no task matches 'elsewhere': the app has here"):
         idle.worker("elsewhere")
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(idle: Holdfast[Any]) -> None:
     idle.task(name="reports.daily")(lambda: None)
     idle.task(name="mail.send")(lambda: None)
-    with pytest.raises(OptionError, match=r"no task is named like 'report\.\*': there are reports\.daily, mail\.send"):
+    with pytest.raises(OptionError, match=r"no task matches 'report\.\*': the app has reports\.daily, mail\.send"):
         idle.worker("report.*")
-    with pytest.raises(OptionError, match="no task is named like 'nothing'"):
+    with pytest.raises(OptionError, match="no task matches 'nothing'"):
         idle.worker(["mail.*", "nothing"])
     assert idle.worker("reports.*").queues == ["reports.daily"]
 
@@ -709,7 +709,7 @@ def test_a_stub_needs_a_name(idle: Holdfast[Any]) -> None:
 
 
 def test_current_job_is_for_handlers() -> None:
-    with pytest.raises(HoldfastError, match=r"current_job\(\) is for handlers: no job is being run here"):
+    with pytest.raises(HoldfastError, match=r"no job runs here: call current_job\(\) only inside a handler"):
         current_job()
 
 

@@ -66,9 +66,9 @@ BUGS = {
             Edit(
                 "_worker/heartbeat.py",
                 "        self._thread.start()\n",
-                "        self._here = asyncio.ensure_future(self._main())\n",
+                "        self._here = asyncio.ensure_future(self._beat_until_stopped())\n",
             ),
-            Edit("_worker/heartbeat.py", "asyncio.to_thread(self._thread.join)", "self._here"),
+            Edit("_worker/heartbeat.py", "asyncio.to_thread(self._thread.join)", "asyncio.wait([self._here])"),
         ),
     ),
     "forget without waiter check": Bug(

@@ -55,11 +55,10 @@ MANY_HITS = (1, 2, 5)
 UNREACHED = {
     "_client.session.Session.*_for_blocking_calls#*": "blocking calls open another storage: tests/app/test_sync.py",
     "_worker.telemetry.HookDispatcher.run#4": "hooks on threads are for child processes",
-    "_worker.processes.pool.Pool.open#4": "the app does not load: there is no job yet",
+    "_worker.processes.pool.Pool.open#3": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
     "_worker.processes.pool.Pool._roll#*": "the same",
-    "_worker.processes.child_handle.ChildHandle._greeting#3": "a child that does not get as far as to greet",
-    "_worker.processes.os_process.Process._until_group_is_gone#1": "a child left processes of its own behind",
+    "_worker.processes.os_process.Process.kill_and_wait#4": "a child left processes of its own behind",
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
     "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._open_on_first_verb#*": "the same",

@@ -184,7 +184,7 @@ async def test_queues_without_a_task_or_a_worker_are_named(tmp_path: Path) -> No
         assert (said.status, said.out) == (2, ""), said
         assert said.err.startswith("holdfast: ")
         assert len(said.err.splitlines()) == 1
-    assert "there is shop:app" in wrong.err
+    assert "it has shop:app" in wrong.err
 
 
 def _warnings(out: str) -> list[str]:

@@ -68,11 +68,11 @@ def test_an_app_is_loaded_by_its_name_or_as_the_only_one(write: Write) -> None:
     [
         ("nowhere:app", "there is no module 'nowhere' here: is this the right folder?"),
         ("two.nowhere:app", "there is no module 'two.nowhere' here"),
-        ("two:wrong", "module two has no 'wrong'; there is two:first, two:second"),
+        ("two:wrong", "module two has no 'wrong'; it has two:first, two:second"),
         ("two:first.more", "module two has no 'first.more'"),
-        ("two:number", "two:number is not a Holdfast app, but 7; there is two:first, two:second"),
-        ("two", "two: which app? Write two:name; there is two:first, two:second"),
-        ("empty", "empty: which app? Write empty:name; it has no app"),
+        ("two:number", "two:number is 7, not a Holdfast app; it has two:first, two:second"),
+        ("two", "two does not say which app: write two:name; it has two:first, two:second"),
+        ("empty", "empty does not say which app: write empty:name; it has no app"),
         ("empty:app", "module empty has no 'app'; it has no app"),
     ],
 )
@@ -116,7 +116,7 @@ def test_an_app_is_found_in_the_module_that_has_it(write: Write) -> None:
 
 def test_an_app_that_no_module_has_is_refused() -> None:
     hidden = Holdfast("memory://a")
-    with pytest.raises(OptionError, match="no module has it: define it at the top of one, or leave processes out"):
+    with pytest.raises(OptionError, match="define it at the top level of a module, or omit processes"):
         locate_app(hidden)
 
 
@@ -146,5 +146,5 @@ def test_an_app_of_a_session_without_a_file_is_refused(monkeypatch: pytest.Monke
     session = types.ModuleType("__main__")
     session.app = app = Holdfast("memory://a")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", session)
-    with pytest.raises(OptionError, match="a session has no file: put the app into a module"):
+    with pytest.raises(OptionError, match="an interactive session: put it into a module"):
         locate_app(app)

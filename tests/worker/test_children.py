@@ -112,7 +112,7 @@ async def test_a_child_that_has_too_much_in_memory_is_replaced_also_if_it_is_idl
     assert await scene.ask("leak", {"mib": 250, "later": 0.3}) == first
     await until(lambda: len(ready(worker)) == 2, 10)
     await until(lambda: first not in worker.children(), 5)
-    assert re.search(rf"child {first} is replaced: it has \d+ MiB in memory", worker.text())
+    assert re.search(rf"replacing child {first}: it has \d+ MiB in memory", worker.text())
     assert await scene.ask("leak", {"mib": 1}) == ready(worker)[1]
 
 
@@ -126,7 +126,7 @@ async def test_a_job_that_stalled_twice_gets_a_child_of_its_own_if_none_is_empty
     (held,) = await scene.noted("began")
     alone = await crashing.result(wait=15)
     assert alone != held["pid"]
-    assert f"child {alone} is ready, for suspects" in worker.text()
+    assert f"child {alone} is ready, for isolated runs" in worker.text()
     open_gate(scene)
     await settled(scene.app, "ten", 1)
     await uncounted(scene, "ten", 1)

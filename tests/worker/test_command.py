@@ -133,10 +133,10 @@ async def test_a_wrong_use_of_the_command_line_is_answered_with_one_sentence(fol
 CANNOT_LOAD = {
     "nowhere:app": "there is no module 'nowhere'",
     "fine.deeper:app": "there is no module 'fine.deeper'",
-    "fine:nothing": "has no 'nothing'; there is fine:app",
-    "fine:number": "is not a Holdfast app, but 5; there is fine:app",
+    "fine:nothing": "has no 'nothing'; it has fine:app",
+    "fine:number": "is 5, not a Holdfast app; it has fine:app",
     "empty:app": "this app has no tasks",
-    "fine:app --queues reports.* --queues post": "no task is named like 'post': there are reports.day, mail",
+    "fine:app --queues reports.* --queues post": "no task matches 'post': the app has reports.day, mail",
 }
 
 
@@ -211,7 +211,7 @@ async def test_the_password_of_a_storage_that_works_breaks_and_refuses_is_never_
         while b" serves " not in said:
             said += await asyncio.wait_for(process.stderr.read(10_000), 20)
         server.kill()
-        while b"could not say that it is alive" not in said:
+        while b"could not send its heartbeat" not in said:
             said += await asyncio.wait_for(process.stderr.read(10_000), 20)
         process.send_signal(signal.SIGTERM)
         said += await asyncio.wait_for(process.stderr.read(), 20)

@@ -1,14 +1,13 @@
-"""Capacity of one worker: the hosts in which its runs go on, how much of it each queue uses, and what to claim.
+"""Capacity of one worker: the hosts in which its jobs run, the part of them that each queue uses, and what to claim.
 
 A host is a child process, or the worker's own event loop. `Capacity` is mutable bookkeeping with one owner, the claimer
-of the worker: executors report to it which hosts there are and where runs start and finish. `ClaimPlanner` decides from
-it which queues to claim from. Both are used on the worker's event loop only, do no I/O and read no clock: `now` is
-passed in (monotonic seconds).
+of the worker; executors report hosts and runs to it. `ClaimPlanner` decides from it which queues to claim from. Both
+are used on the worker's event loop only, do no I/O and read no clock: `now` is passed in (monotonic seconds).
 
-A worker never claims more than it can start now. Queues share it by their priority, those of one priority equally. Two
-rules keep every queue from starving: of 16 plans, one begins with the lower queue that was served longest ago; and when
-a queue was skipped 16 times because its next job did not fit, a host is kept free for it until that job fits. The only
-host of a worker is kept from queues of a higher priority after 256 times.
+A worker never claims more than it can start now. Higher priorities are served first, queues of one priority share
+equally. Two rules prevent starvation: every 16th plan begins with the lower queue that was served longest ago; and when
+a queue was skipped 16 times because its next job did not fit, a host is kept free until that job fits. The only host of
+a worker is kept from queues of a higher priority only after 256 times.
 """
 
 from __future__ import annotations
@@ -20,33 +19,33 @@ import msgspec
 MAX_CLAIM = 250
 """Most jobs of one claim."""
 LOWER_FIRST_EVERY = 16
-"""Of this many plans, one begins with the lower queue that was served longest ago."""
+"""Every 16th plan begins with the lower queue that was served longest ago."""
 MAX_SKIPPED = 16
-"""After this many plans in which other queues got orders and a queue's next job did not fit, a host is kept for it."""
+"""A host is kept for a queue after 16 plans in which other queues had orders and its next job did not fit."""
 LARGE_CLAIM = 50
-"""A queue for which more jobs fit claims half of them: the first half is run while the storage finds the second."""
+"""A queue for which more than 50 jobs fit claims half of them: those run while the storage finds the other half."""
 MAX_SUSPECTS = 10
-"""A queue with this many jobs that wait for a spare host claims no more."""
+"""A queue with 10 jobs that wait for a spare host claims no more."""
 MAX_KEPT_S = 60.0
-"""How long a host is kept free for a queue at most, and how long it is not kept for that queue again after that."""
+"""Longest time that a host is kept free for a queue, and the pause before a host is kept for that queue again."""
 NEVER = float("inf")
 
 
 class Host(msgspec.Struct):
     capacity: int
     spare: bool = False
-    """For one run at a time, which must be isolated."""
+    """The host is for isolated runs, one at a time."""
     used: int = 0
     runs: int = 0
     running: dict[str, int] = {}
-    """Runs of each queue."""
+    """Number of runs by queue."""
     reserved: int = 0
-    """Units for the jobs that claims on their way may bring."""
+    """Units that are reserved for the jobs of claims in flight."""
     stuck: dict[str, int] = {}
-    """Runs of each queue that were given up, and may never end."""
+    """Number of runs by queue that were given up and may never end."""
     open: bool = True
     unresponsive: bool = False
-    """It does not answer at the moment, and gets no new runs."""
+    """The host does not answer at the moment, and gets no new runs."""
 
     @property
     def free(self) -> int:
@@ -58,49 +57,47 @@ class Host(msgspec.Struct):
 
 
 class QueueLoad(msgspec.Struct):
-    """One queue that the worker serves: its settings, what it uses, and what is known of its work."""
+    """One queue that the worker serves: its settings, the capacity it uses, and when it may have work."""
 
     queue: str
     size: int = 10
-    """Units that each of its runs uses."""
+    """Units that each run of the queue uses."""
     concurrency: int | None = None
     priority: int = 100
     running: int = 0
     unplaced: int = 0
-    """Jobs that were claimed and wait for a host."""
+    """Number of claimed jobs that wait for a host."""
     suspects: int = 0
-    """Those of the unplaced jobs that wait for a spare host."""
+    """Number of unplaced jobs that wait for a spare host."""
     claiming: int = 0
-    """Jobs that a claim on its way asks for. A queue has one claim at a time."""
+    """Limit of the claim in flight, 0 if there is none. A queue has one claim at a time."""
     reservations: dict[int, int] = {}
-    """Units that are reserved for the claim on its way, by host."""
-    reserved_units_per_job: int = 0
+    """Number of jobs of the claim in flight for which units are reserved, by host."""
     planned: int = 0
-    """Number of the last plan in which it had an order."""
+    """Number of the last plan in which the queue had an order."""
     skipped: int = 0
-    """Plans since then in which other queues had orders, and its next job did not fit."""
+    """Number of plans since then in which other queues had orders and its next job did not fit."""
     kept_from: float = 0.0
-    """When a host may be kept free for it again."""
+    """When a host may be kept free for the queue again."""
     woken: bool = False
-    """A hint came after the last claim was sent, and that claim may not have seen the hint's job."""
+    """A hint came after the last claim was sent: that claim may not have seen the job."""
     rests_until: float = 0.0
     """Nothing is claimed before this time, whatever hints come."""
     claim_at: float = 0.0
-    """When to claim next: in the past if it may have work now, `NEVER` if no work is known."""
+    """When to claim next: in the past if the queue may have work now, `NEVER` if it is not known to have work."""
 
 
 class Capacity:
     """The hosts of one worker, and the queues that use them."""
 
     def __init__(self, host_capacity: int, max_runs: int | None = None) -> None:
-        """`host_capacity` is that of one host, in units; `max_runs` limits the runs of all hosts, whatever their
-        size."""
+        """`host_capacity` is in units; `max_runs` limits the number of runs on all hosts."""
         self.host_capacity = host_capacity
         self.runs = 0
         self.served: dict[str, QueueLoad] = {}
         self.hosts: dict[int, Host] = {}
-        self._leaving: dict[str, QueueLoad] = {}
-        """Queues that are not served any more, and whose last runs have not ended."""
+        self._loads: dict[str, QueueLoad] = {}
+        """All queues that were ever served: runs of a queue may outlast its service."""
         self._max_runs = max_runs
         self._unplaced = 0
 
@@ -109,31 +106,16 @@ class Capacity:
     def serve(self, load: QueueLoad) -> None:
         """Begin to serve a queue, or serve it with other settings from now on."""
         load.size = min(load.size, self.host_capacity)  # A job that is larger than a host has one to itself.
-        known = self.served.get(load.queue) or self._leaving.pop(load.queue, None)
-        if known is None:
-            self.served[load.queue] = load
-            return
-        for host in self.hosts.values():
+        known = self._loads.setdefault(load.queue, load)
+        for number, host in self.hosts.items():
             host.used += (load.size - known.size) * host.running.get(load.queue, 0)
+            host.reserved += (load.size - known.size) * known.reservations.get(number, 0)
         known.size, known.concurrency, known.priority = load.size, load.concurrency, load.priority
         self.served[load.queue] = known
 
     def leave(self, queue: str) -> None:
-        """Claim nothing more from a queue. It is remembered until its last run has ended."""
-        load = self.served.pop(queue, None)
-        if load is not None:
-            self._leaving[queue] = load
-            self._forget_queue_if_over(load)
-
-    def _find_load(self, queue: str) -> QueueLoad:
-        return self.served.get(queue) or self._leaving[queue]
-
-    def _all_loads(self) -> list[QueueLoad]:
-        return [*self.served.values(), *self._leaving.values()]
-
-    def _forget_queue_if_over(self, load: QueueLoad) -> None:
-        if not (load.running or load.claiming or load.unplaced):
-            self._leaving.pop(load.queue, None)
+        """Claim nothing more from a queue."""
+        self.served.pop(queue, None)
 
     # Hosts
 
@@ -156,21 +138,20 @@ class Capacity:
             self._forget_host_if_over(number)
 
     def find_host(self, queue: str, *, isolated: bool = False) -> int | None:
-        """The host for the next run of a queue: the emptiest. An isolated run gets a spare one in which nothing
-        runs."""
+        """The host for the next run of a queue, with most free units. An isolated run gets an empty spare host."""
         if isolated:
             spares = ((number, host) for number, host in self.hosts.items() if host.spare and host.open)
             return next((number for number, host in spares if not (host.unresponsive or host.runs)), None)
-        load = self._find_load(queue)
+        load = self._loads[queue]
         size = load.size
-        while load.reservations:  # What one claim brings goes to few hosts, and travels to each in one message.
-            number = max(load.reservations, key=load.reservations.__getitem__)  # Few jobs are spread over hosts.
-            load.reservations[number] -= load.reserved_units_per_job
-            if load.reservations[number] <= 0:
+        while load.reservations:  # The jobs of a claim go to few hosts: each host gets its jobs in one message.
+            number = max(load.reservations, key=load.reservations.__getitem__)
+            load.reservations[number] -= 1
+            if not load.reservations[number]:
                 del load.reservations[number]
             host = self.hosts.get(number)
             if host is not None:
-                host.reserved -= load.reserved_units_per_job
+                host.reserved -= size
                 if host.takes and host.free >= size:
                     return number
         fits = [(host.free, -number) for number, host in self.hosts.items() if host.takes and host.free >= size]
@@ -184,7 +165,7 @@ class Capacity:
     # Runs
 
     def started(self, queue: str, number: int = 0) -> None:
-        load, host = self._find_load(queue), self.hosts[number]
+        load, host = self._loads[queue], self.hosts[number]
         load.running += 1
         host.used += load.size
         host.runs += 1
@@ -192,12 +173,12 @@ class Capacity:
         self.runs += 1
 
     def gave_up(self, queue: str, number: int = 0) -> None:
-        """A run on this host does not stop. It keeps its units, and no job is made to wait for them."""
+        """A run on this host does not stop. It keeps its units, and no job waits for them."""
         stuck = self.hosts[number].stuck
         stuck[queue] = stuck.get(queue, 0) + 1
 
     def finished(self, queue: str, number: int = 0, *, given_up: bool = False) -> None:
-        load, host = self._find_load(queue), self.hosts[number]
+        load, host = self._loads[queue], self.hosts[number]
         load.running -= 1
         host.used -= load.size
         host.runs -= 1
@@ -206,31 +187,29 @@ class Capacity:
         if given_up:
             host.stuck[queue] -= 1
         self._forget_host_if_over(number)
-        self._forget_queue_if_over(load)
 
     def count_unplaced(self, queue: str, change: int, *, isolated: bool = False) -> None:
-        """One more job was claimed and waits for a host, or one less, because it has a host now or was given back."""
-        load = self._find_load(queue)
+        """A claimed job waits for a host (`change` is 1), or does not wait any more (-1)."""
+        load = self._loads[queue]
         load.unplaced += change
         load.suspects += change if isolated else 0
         self._unplaced += change
-        self._forget_queue_if_over(load)
 
     # What is free
 
     def _free_units(self) -> dict[int, int]:
-        """Units that are free on each host that takes runs, less those for jobs that wait for a host."""
+        """Free units of each host that takes runs, without those that waiting jobs need."""
         free = {number: host.free for number, host in self.hosts.items() if host.takes}
         if self._unplaced:
-            for load in self._all_loads():
+            for load in self._loads.values():
                 _take(free, load.size, load.unplaced - load.suspects)
         return free
 
     def _slots(self, load: QueueLoad) -> int:
-        """How many more runs of a queue its concurrency and `max_runs` allow, at most those of one claim."""
+        """How many more runs of a queue its concurrency and `max_runs` allow, at most `MAX_CLAIM`."""
         slots = MAX_CLAIM
         if self._max_runs is not None:
-            claiming = sum(load.claiming for load in self._all_loads())
+            claiming = sum(load.claiming for load in self._loads.values())
             slots = min(slots, self._max_runs - self.runs - self._unplaced - claiming)
         return slots if load.concurrency is None else min(slots, load.concurrency - load.running - load.unplaced)
 
@@ -239,7 +218,7 @@ class Capacity:
         return min(sum(units // load.size for units in free.values() if units > 0), self._slots(load))
 
     def _is_blocked(self, load: QueueLoad, free: dict[int, int]) -> bool:
-        """Does the next job of a queue not fit now, and would it fit if enough other runs ended?"""
+        """Whether the next job of a queue does not fit now, but would fit if enough other runs ended."""
         return (
             max(free.values(), default=0) < load.size
             and any(self._can_ever_fit(load, number) for number, host in self.hosts.items() if host.takes)
@@ -247,14 +226,14 @@ class Capacity:
         )
 
     def _can_ever_fit(self, load: QueueLoad, number: int) -> bool:
-        """Would a job of this queue fit on this host, if all runs there ended that have not been given up?"""
+        """Whether a job of a queue would fit on a host if all of its runs ended, except those that were given up."""
         host = self.hosts[number]
-        stuck = sum(count * self._find_load(queue).size for queue, count in host.stuck.items() if count)
+        stuck = sum(count * self._loads[queue].size for queue, count in host.stuck.items() if count)
         return load.size <= host.capacity - stuck
 
 
 def _take(free: dict[int, int], size: int, count: int) -> dict[int, int]:
-    """Use up units for some jobs, each on the host where most is free: how many jobs on which host."""
+    """Take units for some jobs, each on the host with most free units. Returns the number of jobs by host."""
     if len(free) == 1:
         (number,) = free
         free[number] -= size * count
@@ -278,40 +257,37 @@ class ClaimPlanner(Capacity):
     """Plans the claims of one worker from its capacity."""
 
     _plans = 0
-    """Plans so far that had orders."""
+    """Number of plans so far that had orders."""
     _kept: tuple[int, str, float] | None = None
     """The host that is kept free, the queue that it is kept for, and until when."""
 
-    # What is known of queues
+    # Work of queues
 
     def wake(self, queue: str) -> None:
         """A queue may have work."""
-        load = self.served.get(queue)
+        load = self._loads.get(queue)
         if load is not None:
             load.woken = True
             load.claim_at = 0.0
 
     def sleep(self, queue: str) -> None:
         """A queue has no work after all."""
-        load = self.served.get(queue)
-        if load is not None:
-            load.claim_at, load.skipped = NEVER, 0
+        load = self._loads[queue]
+        load.claim_at, load.skipped = NEVER, 0
 
     def rest(self, queue: str, until: float) -> None:
-        """Claim nothing from a queue before this time: its jobs were given back, and would be again."""
-        load = self.served.get(queue)
-        if load is not None:
-            load.rests_until = until
+        """Claim nothing from a queue before this time: its jobs were released, and would be released again."""
+        self._loads[queue].rests_until = until
 
     @property
     def idle(self) -> bool:
-        """No queue is known to have work, now or later, and no claim is on its way."""
+        """No queue is known to have work, now or later, and no claim is in flight."""
         has_work = any(load.claim_at != NEVER for load in self.served.values())
-        return not has_work and not any(load.claiming for load in self._all_loads())
+        return not has_work and not any(load.claiming for load in self._loads.values())
 
     def next_claim_at(self, now: float) -> float:
-        """When the next claim is due, as far as is known. A queue that is due by now and was not planned waits for the
-        end of a run."""
+        """When the next claim is due, as far as is known. Not counted are queues that are due now: those that have no
+        order wait for the end of a run."""
         times = [max(load.claim_at, load.rests_until) for load in self.served.values()]
         return min((at for at in times if at > now), default=NEVER)
 
@@ -321,12 +297,12 @@ class ClaimPlanner(Capacity):
         return [load.queue for load in self.served.values() if self._fitting(load, free) <= 0]
 
     def idle_queues(self, now: float) -> list[str]:
-        """Queues of which a job would fit, and that are not known to have work."""
+        """Queues of which a job would fit, but that are not known to have work."""
         full = set(self.full_queues())
         return [load.queue for load in self.served.values() if load.claim_at > now and load.queue not in full]
 
     def blocked_queues(self, now: float) -> list[str]:
-        """Queues that should have work, and whose next job does not fit."""
+        """Queues that may have work, but whose next job does not fit."""
         free = self._free_units()
         loads = [load for load in self.served.values() if load.claim_at <= now and not load.claiming]
         return [load.queue for load in loads if self._is_blocked(load, free)]
@@ -334,7 +310,7 @@ class ClaimPlanner(Capacity):
     # Plans
 
     def plan(self, now: float) -> list[ClaimOrder]:
-        """What to claim. No two orders are for one queue, and together they fit."""
+        """Decide what to claim. The orders are for different queues, and all of their jobs fit together."""
         due = [
             load
             for load in self.served.values()
@@ -361,24 +337,22 @@ class ClaimPlanner(Capacity):
         return orders + self._share_out(ready, free)
 
     def claimed(self, queue: str, limit: int, count: int, claim_at: float) -> None:
-        """A claim of up to `limit` jobs has brought `count`. A full one may have left work; `claim_at` is when else
-        there may be some."""
-        load = self._find_load(queue)
-        for number, units in load.reservations.items():
+        """A claim has ended with `count` of at most `limit` jobs. If it was full there may be more work now, otherwise
+        at `claim_at`."""
+        load = self._loads[queue]
+        for number, jobs in load.reservations.items():
             if number in self.hosts:
-                self.hosts[number].reserved -= units
+                self.hosts[number].reserved -= jobs * load.size
         load.reservations.clear()
         load.claiming = 0
         may_have_more = count >= limit or load.woken
         load.claim_at = 0.0 if may_have_more else claim_at
-        self._forget_queue_if_over(load)
 
     def _order(self, load: QueueLoad, free: dict[int, int], limit: int) -> ClaimOrder:
-        """Order a claim, and reserve units for the jobs that it may bring: they are taken from `free`."""
+        """Order a claim, and reserve units for its jobs: they are taken from `free`."""
         load.claiming, load.planned, load.woken, load.skipped = limit, self._plans, False, 0
-        load.reserved_units_per_job = load.size
-        for number, jobs in _take(free, load.size, limit).items():
-            load.reservations[number] = jobs * load.size
+        load.reservations = _take(free, load.size, limit)
+        for number, jobs in load.reservations.items():
             self.hosts[number].reserved += jobs * load.size
         return ClaimOrder(load.queue, limit)
 
@@ -401,14 +375,14 @@ class ClaimPlanner(Capacity):
         host, queue, until = self._kept
         load = self.served.get(queue)
         if load is None or load not in due or host not in free:
-            self._kept = None  # The job fitted elsewhere, or there is none; or the host has gone.
+            self._kept = None  # The job fitted elsewhere or is gone, or the host is gone.
             return []
         if now > until:
             load.kept_from = now + MAX_KEPT_S
         elif free[host] < load.size or self._slots(load) <= 0:
             return []
         self._kept = None
-        for other in self.served.values():  # Others get their turn first, before another host is kept.
+        for other in self.served.values():  # Other queues are served again before another host is kept.
             other.skipped = 0
         if load.kept_from > now:
             return []
@@ -418,8 +392,8 @@ class ClaimPlanner(Capacity):
         return [order]
 
     def _withhold_kept_host(self, free: dict[int, int]) -> int:
-        """Take the kept host out of `free`. If it is the only one, queues of a higher priority use it until its queue
-        was skipped 256 times. Returns the priority above which queues are served."""
+        """Take the kept host out of `free`. If it is the only host, queues of a higher priority may use it until its
+        queue was skipped 256 times. Returns the priority above which queues are served."""
         if self._kept is None:
             return -1
         host, queue, _ = self._kept
@@ -432,10 +406,10 @@ class ClaimPlanner(Capacity):
     # Sharing
 
     def _share_out(self, ready: list[QueueLoad], free: dict[int, int]) -> list[ClaimOrder]:
-        """The orders of several queues: higher priorities first, and once in 16 plans a lower queue before them.
+        """The orders of several queues: higher priorities first, and in every 16th plan a lower queue before them.
 
-        Queues of one priority get equal parts, the one with the fewest runs first; what one leaves goes to those after
-        it."""
+        Queues of one priority get equal shares, the one with the fewest runs first. The next queues get what it leaves.
+        """
         orders: list[ClaimOrder] = []
         tiers = sorted({load.priority for load in ready}, reverse=True)
         if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:

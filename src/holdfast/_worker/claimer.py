@@ -1,6 +1,6 @@
-"""The claimer of a worker: plans, claims, and starts jobs. `capacity.py` decides what to claim.
+"""The claimer of a worker: claims jobs and starts them. `capacity.py` decides what to claim.
 
-A hint or a known time wakes it; once a second it polls anyway, because a hint may be lost.
+A hint or a known time wakes it; it also polls once a second, because a hint may be lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ log = logging.getLogger("holdfast.worker")
 
 
 class Claimer:
-    """Claims jobs for one worker, as many as fit. It owns the worker's `capacity`, to which the executor reports hosts
-    and runs."""
+    """Claims jobs for one worker. It owns the worker's `capacity`, to which the executor reports hosts and runs."""
 
     def __init__(self, context: WorkerContext) -> None:
         settings = context.settings
@@ -40,11 +39,10 @@ class Claimer:
         self.capacity = ClaimPlanner(context.executor.host_capacity, settings.concurrency)
         self._rng = random.Random()
         self.changed = asyncio.Event()
-        """Set when there may be work or free capacity: time to plan again."""
-        self._stopped = False
+        """Set when there may be new work or free capacity."""
         self._polling = False
         self._subscribed: set[str] = set()
-        """Queues whose hints are received."""
+        """Queues whose hints this worker receives."""
         self._tasks: asyncio.TaskGroup | None = None
         self._going: set[asyncio.Task[None]] = set()
 
@@ -59,30 +57,26 @@ class Claimer:
 
     # From start to end
 
-    def stop(self) -> None:
-        self._stopped = True
-        self.changed.set()
-
     async def run(self) -> None:
-        """Plan and claim, until stopped; in a burst, until nothing is ready any more."""
+        """Claim jobs until stopped; in a burst, until no job is ready any more."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._subscribe()
             try:
                 await self._claim_until_stopped()
             finally:
-                self._stopped = True
+                self._context.stopping.set()
             claims = {task for task in self._going if task.get_name() == "claim"}
-            if claims:  # What a claim brings now is given back. One that has no answer by then never began, or expires.
+            if claims:  # Their jobs are released. The leases of a claim that has no reply by then expire.
                 await asyncio.wait(claims, timeout=GIVE_UP_S)
             for task in self._going:
                 task.cancel()
 
     async def _claim_until_stopped(self) -> None:
-        """Claims go on side by side: a queue that is slow delays no other."""
+        """Start claims, which run concurrently: a slow queue delays no other."""
         loop = asyncio.get_running_loop()
         next_poll_at = NEVER if self._burst else loop.time() + POLL_INTERVAL_S
-        while not self._stopped:
+        while not self._context.stopping.is_set():
             self.changed.clear()
             if loop.time() >= next_poll_at:
                 next_poll_at = loop.time() + POLL_INTERVAL_S
@@ -100,7 +94,7 @@ class Claimer:
         assert self._tasks is not None
         try:
             task = self._tasks.create_task(coroutine, name=name)
-        except RuntimeError:  # The group is ending, and takes no more.
+        except RuntimeError:  # The group is ending, and takes no more tasks.
             coroutine.close()
             return
         self._going.add(task)
@@ -134,7 +128,7 @@ class Claimer:
         self.changed.set()
 
     def _claim_at(self, claim: Claim) -> float:
-        """When there will be work again, as far as is known, or a lease to take back: on this process's clock."""
+        """When the next job is due or the next lease expires, as far as is known, on this process's clock."""
         now = asyncio.get_running_loop().time()
         known = [at for at in (claim.next_run_at, claim.next_sweep_at) if at is not None]
         at = now + (min(known) - claim.now) / 1e6 if known else NEVER
@@ -143,12 +137,12 @@ class Claimer:
     # Runs
 
     def _begin(self, queue: str, jobs: Sequence[Job], sent_at: float) -> None:
-        """Start jobs that were claimed by a call that was sent at `sent_at`: their leases are at most that old."""
+        """Start the jobs of a claim that was sent at `sent_at`, which is when their leases began at the earliest."""
         context = self._context
         config = context.configs.get(queue)
         lease_s = self._lease_ms / 1000
         age_s = asyncio.get_running_loop().time() - sent_at
-        is_over = age_s >= lease_s  # The reply took longer than a lease: another worker may have the jobs.
+        is_over = age_s >= lease_s  # The reply took longer than a lease: another worker may have claimed the jobs.
         if config is None or is_over or context.stopping.is_set() or queue not in self.capacity.served:
             for job in jobs:
                 self._release(queue, job)
@@ -160,7 +154,8 @@ class Claimer:
 
     def _start_run(self, config: QueueConfig, job: Job, sent_at: float) -> None:
         context, queue = self._context, config.queue
-        if config.policy.exclusive and self._still_runs(queue, job):
+        # A run whose lease was lost may still go on here, and runs of an exclusive job must not overlap.
+        if config.policy.exclusive and any((run.queue, run.job.id) == (queue, job.id) for run in context.executor.runs):
             self.capacity.rest(queue, asyncio.get_running_loop().time() + POLL_INTERVAL_S)
             self._release(queue, job)
             return
@@ -174,19 +169,14 @@ class Claimer:
         if context.hooks.on_event:
             context.hooks.publish(RunEvent(kind=EventKind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
 
-    def _still_runs(self, queue: str, job: Job) -> bool:
-        """Does an earlier run of this job go on here, whose lease was lost? Runs of an exclusive job must not
-        overlap."""
-        return any(run.queue == queue and run.job.id == job.id for run in self._context.executor.runs)
-
     def _release(self, queue: str, job: Job) -> None:
         self._context.settler.settle(queue, PendingSettlement(job, Release(job.id, fence_of(job))))
 
     # Hints
 
     async def _poll(self) -> None:
-        """Ask the storage about idle queues, because a hint may be lost; and about blocked ones, because a host may be
-        kept free for work that is gone."""
+        """Ask the storage which queues have ready jobs: idle queues, because a hint may be lost, and blocked ones,
+        because a host may be kept free for a job that is gone."""
         now = asyncio.get_running_loop().time()
         idle, blocked = self.capacity.idle_queues(now), self.capacity.blocked_queues(now)
         try:
@@ -198,12 +188,12 @@ class Claimer:
                     elif queue in blocked:
                         self.capacity.sleep(queue)
         except Exception as error:
-            self._context.hooks.report_error(error, f"worker {self._name} could not look for work")
+            self._context.hooks.report_error(error, f"worker {self._name} could not poll for jobs")
         self._polling = False
         self.changed.set()
 
     def _subscribe(self) -> None:
-        if self._tasks is not None and not self._stopped:
+        if self._tasks is not None and not self._context.stopping.is_set():
             new = [Topic(queue, "wake") for queue in self.capacity.served if queue not in self._subscribed]
             self._subscribed |= {topic.queue for topic in new}
             for topics in batches(new, lambda topic: 0):
@@ -216,19 +206,19 @@ class Claimer:
             try:
                 async with self._context.storage.subscribe(*topics) as events:
                     pause = TRY_AGAIN_S[0]
-                    for topic in topics:  # Hints of earlier jobs were not received.
+                    for topic in topics:  # Hints before the subscription were not received.
                         self.capacity.wake(topic.queue)
                     self.changed.set()
                     events.on_event(self._on_hint)
                     await asyncio.Event().wait()
             except Exception as error:
-                log.info("worker %s does not hear of new jobs (%s), it looks once a second", self._name, error)
+                log.info("worker %s: subscription failed, polling once a second: %s", self._name, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, TRY_AGAIN_S[1])
 
     def _on_hint(self, event: Event) -> None:
-        """A queue may have work: claim at once, whatever else is to be done."""
+        """A queue may have work: claim at once."""
         self.capacity.wake(event.queue)
-        if not self._stopped:
+        if not self._context.stopping.is_set():
             self._claim_what_fits(asyncio.get_running_loop().time())
         self.changed.set()

@@ -1,7 +1,7 @@
-"""Runs as their worker sees them: a job that it has leased, where it runs, and when it must end.
+"""Runs as their worker sees them, and the executors that execute them.
 
-`Executor` is where runs go on: `Inline` on the worker's own loop, `pool.Pool` in child processes. A run that has to end
-is asked first; `cancel_grace` later it is overdue, and its executor does what it can.
+`Inline` executes runs on the worker's own loop, `pool.Pool` in child processes. A run that has to end is asked to stop
+first; if it has not ended after `cancel_grace`, it is overdue, and the executor gives it up or kills its process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from holdfast._core.capacity import NEVER, ClaimPlanner
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
 from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
-from holdfast._worker.telemetry import OnEvent
 
 if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 INLINE_CAPACITY = 1_000
 """Units of a worker without child processes."""
 QUICK_S = 1.0
-"""How long a run has to end when a stop is to be quick."""
+"""How long runs may take to end when the stop is quick."""
 
 log = logging.getLogger("holdfast.worker")
 
@@ -38,7 +37,7 @@ async def wait_until(changed: asyncio.Event, is_so: Callable[[], bool]) -> None:
 
 
 async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
-    """Wait until an event is set, or this time is over."""
+    """Wait until an event is set, for at most this time."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -54,11 +53,11 @@ class LeaseClock:
 
     def __init__(self, extended_at: float) -> None:
         self.extended_at = extended_at
-        """When the last claim or extend that succeeded was sent: the lease lasts at least its length from then on.
-        The claim's time is set by the loop; afterwards only the heartbeat writes and reads it."""
+        """When the last successful claim or extend was sent: the lease begins then at the earliest. The loop sets it
+        for the claim; afterwards only the heartbeat writes and reads it."""
         self.progress: bytes | None = None
-        """The newest progress that has not been sent. The loop (or a handler's thread) writes it; the heartbeat
-        sends it and puts None in its place, unless a newer one has come."""
+        """The newest progress that has not been sent. The loop or a handler's thread writes it; the heartbeat sends it
+        and sets None, unless there is newer progress by then."""
 
 
 class Run:
@@ -76,37 +75,37 @@ class Run:
         self.key = (config.queue, job.id, fence_of(job))
         self.lease = LeaseClock(claimed_at)
         self.host: int | None = None
-        """Number of the host in which it runs; None while it waits for one."""
+        """Number of the host of the run; None while it waits for one."""
         self.started_at: float | None = None
         self.isolated = is_suspect(job, config.policy)
-        """It must be the only run of its process."""
+        """Whether it must be the only run of its process."""
         self.held = True
-        """The lease is ours, and how to settle it has not been decided yet."""
+        """Whether the worker has the lease, and has not decided yet how to settle it."""
         self.done = False
         self.stopping: StopReason | None = None
         self.overdue = False
-        """It was asked to end, and did not in time."""
+        """Whether it was asked to stop and did not within `cancel_grace`."""
         self.given_up = False
-        """It does not end, and cannot be killed."""
+        """Whether it does not stop and cannot be killed."""
         self.times_out_at = NEVER
         self.timers: list[asyncio.TimerHandle] = []
 
 
 class Executor(ABC):
-    """Where runs go on: it starts and stops them, and reports when one is finished."""
+    """Starts and stops runs, and reports when one is finished."""
 
     name: ClassVar[str]
     host_capacity: ClassVar[int]
     """Units of one host."""
     kill_allowance_s: float = 0.0
-    """How much longer than its `cancel_grace` a run may take to be gone."""
+    """How much longer than its `cancel_grace` a run may take to end."""
 
     def __init__(self) -> None:
         self._context: WorkerContext
         self._capacity: ClaimPlanner
         self._runs: set[Run] = set()
         self._next_timeout: asyncio.TimerHandle | None = None
-        """One timer for all runs: it fires when the first of them may have to be stopped."""
+        """One timer for all runs, for the first timeout."""
         self._one_finished = asyncio.Event()
         self._quick = False
 
@@ -115,29 +114,21 @@ class Executor(ABC):
         self._capacity = context.claimer.capacity
 
     async def watch(self) -> None:
-        """Wait, and raise if the executor breaks down."""
+        """Wait, and raise if the executor fails."""
         await asyncio.Event().wait()
-
-    def wind_down(self) -> None:  # noqa: B027 -- most have nothing to do.
-        """The worker stops: begin nothing that is not needed for what runs."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything that was started here."""
-
-    @property
-    def event_hooks(self) -> list[OnEvent]:
-        """Event hooks that the executor adds to those of the worker."""
-        return []
+        """End everything that the executor has started."""
 
     @property
     @abstractmethod
     def configs(self) -> Iterable[QueueConfig]:
-        """The queues that can be run here."""
+        """The queues that the executor can run."""
 
     @property
     def runs(self) -> list[Run]:
-        """Runs that were started here and have not finished, with or without their lease."""
+        """Runs that have not finished, with or without their lease."""
         return list(self._runs)
 
     @abstractmethod
@@ -146,19 +137,18 @@ class Executor(ABC):
 
     @abstractmethod
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
-        """Ask a run to end."""
+        """Ask a run to stop."""
 
     @abstractmethod
     def _grace_over(self, run: Run) -> None:
-        """A run was asked to end, and has not within its `cancel_grace`."""
+        """A run was asked to stop, and has not ended within its `cancel_grace`."""
         run.overdue = True
 
-    @abstractmethod
-    def _kill(self, run: Run) -> None:
-        """A run must be gone now, whatever that costs."""
+    def _kill(self, run: Run) -> None:  # noqa: B027 -- Python cannot kill a coroutine or a thread.
+        """Kill a run, if that is possible, with its process."""
 
     def stop(self, run: Run, why: StopReason, *, kill_at: float | None = None) -> None:
-        """Have a run end. The first reason counts. It has its `cancel_grace`; at `kill_at` it is killed."""
+        """Stop a run. The first reason counts. The run has its `cancel_grace`; at `kill_at` it is killed."""
         if run.done:
             return
         loop = asyncio.get_running_loop()
@@ -196,12 +186,12 @@ class Executor(ABC):
             self._check_timeouts_at(next_at)
 
     def progressed(self, run: Run, progress: bytes) -> None:
-        """A run has new progress, for the next heartbeat. From any thread."""
+        """A run has new progress, for the next heartbeat. Called on any thread."""
         run.lease.progress = progress
         self._context.heartbeat.nudge()
 
     def finished(self, run: Run, ended: Ended) -> None:
-        """A run is over, and nothing of it is left."""
+        """A run has ended: free its capacity, and have it settled unless its lease is lost."""
         run.done = True
         self._runs.discard(run)
         for timer in run.timers:
@@ -216,13 +206,13 @@ class Executor(ABC):
     # Runs that have to end
 
     def hurry(self) -> None:
-        """Give the runs that have to end hardly any more time."""
+        """Make the stop quick: runs that have to end get `QUICK_S` more."""
         self._quick = True
         self._one_finished.set()
 
     async def end_runs(self, runs: Sequence[Run], grace_s: float) -> None:
-        """Give runs their grace, then stop them, then give them the time that each has to stop. Those that have not
-        started need none."""
+        """Wait for runs for `grace_s`, then stop those that are left, and wait until they have ended. Runs that have
+        not started are stopped at once."""
         for run in runs:
             if run.started_at is None:
                 self.stop(run, "shutdown")
@@ -240,42 +230,38 @@ class Executor(ABC):
             if run.done or not run.held:
                 continue
             if run.config.policy.exclusive:
-                log.error("job %r of %s still runs: its lease will expire", run.job.id, run.queue)
+                log.error("job %r in %s is still running at shutdown: its lease will expire", run.job.id, run.queue)
             else:
                 self._context.settler.decide(run, Stopped("shutdown"))
 
     async def _until_finished(self, runs: Sequence[Run], seconds: float, *, even_if_quick: bool = False) -> None:
-        """Wait until these runs are over, or this time is, or the stop is to be quick."""
-
-        def is_over() -> bool:
-            return all(run.done for run in runs) or (self._quick and not even_if_quick)
-
+        """Wait until these runs have ended, or the time is over, or the stop is quick."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await wait_until(self._one_finished, is_over)
+                await wait_until(
+                    self._one_finished,
+                    lambda: all(run.done for run in runs) or (self._quick and not even_if_quick),
+                )
 
 
 class Inline(Executor):
-    """Runs on the worker's own loop, its only host, with the number 0. It is fast and simple, with one limit that
-    Python sets: a run that does not end when it is cancelled cannot be killed. It keeps its capacity until it ends by
-    itself."""
+    """Executes runs on the worker's own loop, its only host, with the number 0. Python cannot kill a coroutine or a
+    thread: a run that ignores its cancellation keeps its capacity until it ends by itself."""
 
     name = "inline"
     host_capacity = INLINE_CAPACITY
 
     def __init__(self, handlers: Iterable[Handler], hooks: AppHooks) -> None:
         super().__init__()
-        self._handlers = {handler.queue: handler for handler in handlers}
-        self.runner: Runner[Run] = Runner(hooks, INLINE_CAPACITY, self.finished, self.progressed)
+        self.runner: Runner[Run] = Runner(handlers, hooks, INLINE_CAPACITY, self.finished, self.progressed)
 
     @property
     def configs(self) -> list[QueueConfig]:
-        return [handler.config for handler in self._handlers.values()]
+        return [handler.config for handler in self.runner.handlers.values()]
 
     async def open(self, context: WorkerContext) -> None:
         await super().open(context)
-        for handler in self._handlers.values():
-            handler.check()
+        self.runner.check()
         self._capacity.open_host(0)
 
     async def close(self) -> None:
@@ -283,26 +269,23 @@ class Inline(Executor):
 
     def start(self, run: Run) -> None:
         self._started(run, 0)
-        self.runner.start(run, self._handlers[run.queue], run.job)
+        self.runner.start(run, run.queue, run.job)
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         self.runner.stop(run, why)
 
     def _grace_over(self, run: Run) -> None:
-        """The job of a run that cannot be killed goes on elsewhere, unless it must not overlap with itself: then its
-        lease is held until the run ends."""
+        """A run that ignores its cancellation is given up, and its job may run elsewhere. If that is not allowed, the
+        run keeps its lease until it ends."""
         super()._grace_over(run)
         run.given_up = True
         self._capacity.gave_up(run.queue)
         keeps = run.config.policy.exclusive or run.stopping in ("cancel", "lease_lost")
         log.warning(
-            "job %r of %s does not stop (%s): %s",
+            "job %r in %s ignored cancellation (%s): %s",
             *(run.job.id, run.queue, run.stopping),
-            "it keeps its lease until it ends" if keeps else "it is given up, and may overlap with its next run",
+            "it keeps its lease until it ends" if keeps else "abandoned, it may overlap with its next run",
         )
         if run.held and not keeps:
             ended = timed_out() if run.stopping == "timeout" else Stopped("shutdown")
             self._context.settler.decide(run, ended)
-
-    def _kill(self, run: Run) -> None:
-        pass  # It cannot be killed.

@@ -1,8 +1,7 @@
-"""A handler, what surrounds it, and one run of it, inside the process that does it.
+"""Handlers and their runs, inside the process that executes them.
 
-`Handler` is the function that runs the jobs of a queue; `current_job()` the job that it runs; `Failure` what a fail
-handler gets; `AppHooks` the hooks of an app. `perform` is one run: decode, middleware, handler, `after_execution`; its
-result is a value. `Runner` starts and stops runs, for a worker or inside a child process.
+`Handler` is the function that runs the jobs of a queue. `perform` is one run: decode, middleware, handler,
+`after_execution`; its result is a value. `Runner` starts and stops runs, for a worker or inside a child process.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextvars
 import inspect
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ log = logging.getLogger("holdfast")
 failure.hide_frames_of(__file__)
 
 LEFT_IN_RECORD = object()
-"""In place of a payload that was too large to travel, and is in the failed record."""
+"""Stands for a payload that was too large for the fail handler's job, and is in the failed record."""
 
 MAX_PROGRESS_BYTES = 65_536
 
@@ -43,7 +42,7 @@ running: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast j
 
 
 class CurrentJob:
-    """What a handler knows of its run. `(id, attempt, fence)` fence what it does elsewhere."""
+    """The run of a handler. `fence` and `attempt` protect what the run writes elsewhere against late writes."""
 
     __slots__ = (
         *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
@@ -56,32 +55,31 @@ class CurrentJob:
         self.id = job.id
         self.generation = job.generation
         self.attempt = job.attempts
-        """1 for the first run."""
+        """Number of this run, 1 for the first."""
         self.fence = job.run.fence
-        """A number that rises with every lease of this queue: a later run of this job has a higher one."""
+        """Number of the lease. It rises with every lease of the queue: a later run of the job has a higher one."""
         self.retries = job.retries
         self.stalls = job.stalls
         self.timeouts = job.timeouts
         self.run_at = job.run_at
         self.worker = job.run.worker
         self.stopping: StopReason | None = None
-        """Why this run should end, once it should: cancel, timeout, shutdown or lease_lost. An async handler is
-        cancelled as well; a sync one should look here now and then."""
+        """Why this run should end (cancel, timeout, shutdown or lease_lost), or None. An async handler is cancelled as
+        well; a sync one should check this regularly."""
         self.resources = resources
         self.on_loop = True
-        """It can be cancelled now; not while it is on a thread."""
+        """Whether the run can be cancelled now. It cannot while it is on a thread."""
         self._report = report
 
     def progress(self, value: object) -> None:
-        """Say how far the run is: any JSON value. Whoever looks at the job sees the newest, within about a second."""
+        """Report how far the run is, as any JSON value. It is visible in the job within about a second."""
         try:
             data = msgspec.json.encode(value)
         except (TypeError, ValueError, RecursionError) as error:
-            raise PayloadRejected(f"progress of job {self.id!r:.80} cannot be sent as JSON: {error}") from error
+            raise PayloadRejected(f"progress of job {self.id!r:.80} is not a JSON value: {error}") from error
         if len(data) > MAX_PROGRESS_BYTES:
-            raise PayloadRejected(
-                f"progress of job {self.id!r:.80} has {len(data)} bytes, at most {MAX_PROGRESS_BYTES}"
-            )
+            what = f"progress of job {self.id!r:.80}"
+            raise PayloadRejected(f"{what} has {len(data)} bytes: at most {MAX_PROGRESS_BYTES} are allowed")
         self._report(data)
 
     def __repr__(self) -> str:
@@ -89,11 +87,11 @@ class CurrentJob:
 
 
 def current_job() -> CurrentJob:
-    """The job that is being run here. Works in async and sync handlers and in whatever they call."""
+    """The job of the handler that calls this, directly or through other functions. Works in async and sync handlers."""
     try:
         return running.get()
     except LookupError:
-        raise HoldfastError("current_job() is for handlers: no job is being run here") from None
+        raise HoldfastError("no job runs here: call current_job() only inside a handler") from None
 
 
 class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,30 +108,30 @@ class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fail handler is given."""
+    """The argument of a fail handler."""
 
     payload: Any
-    """The arguments by name, typed as the task's are: `failure.payload.user_id`. Bytes where they cannot be read; None
-    where they were large and the failed record is gone."""
+    """The arguments by name, with the types of the task: `failure.payload.user_id`. Bytes if they cannot be decoded;
+    None if they were large and the failed record is gone."""
     job: FailedJob
     error: JobError
 
 
 @dataclass(slots=True, kw_only=True)
 class Execution:
-    """What `after_execution` is given, when a job has completed or failed for good and nothing is stored yet. It may
-    change `result`, `error` and `ttl`."""
+    """The argument of `after_execution` hooks: a job has completed or failed for good, and that is not stored yet. A
+    hook may change `result`, `error` and `ttl`."""
 
     queue: str
     id: str
     attempt: int
     payload: Any
-    """The arguments, as the handler got them; None if they could not be read."""
+    """The arguments of the handler; None if they could not be decoded."""
     result: Any = None
     error: JobError | None = None
     """None if the job completed."""
     ttl: Seconds | None = None
-    """How long to remember the end; None is what the task says."""
+    """How long to keep the outcome; None is the time that the task sets."""
     seconds: float = 0.0
     """How long the run took."""
     worker: str = ""
@@ -154,15 +152,10 @@ class Handler:
         self.arguments = arguments
         self.codecs = codecs
         self.codec = codecs.get(codec)
-        """Writes results."""
+        """Codec of results."""
         self.is_async = is_async(arguments.function)
         self.fails_for: Arguments | None = None
-        """The task's arguments, where this is its fail handler."""
-
-    def check(self) -> None:
-        """Look at the annotations, so that a worker that could not read its jobs does not start."""
-        if self.fails_for is None and not self.arguments.raw:
-            self.arguments.check(self.codec)
+        """The arguments of the task, if this is its fail handler."""
 
     def read(self, job: Job) -> Any:
         payload = job.work.payload or b""
@@ -174,7 +167,7 @@ class Handler:
         return ((given,), {}) if self.fails_for is not None else self.arguments.call(given)
 
     def read_failed(self, codec: str, payload: bytes) -> Any:
-        """The arguments of the failed job. It may have failed because they cannot be read: then these are the bytes."""
+        """The arguments of the failed job; the bytes if they cannot be decoded, which may be why it failed."""
         assert self.fails_for is not None
         try:
             return self.fails_for.decode(self.codecs.get(codec), payload)
@@ -184,30 +177,25 @@ class Handler:
     def _read_failure(self, job: Job, payload: bytes) -> Failure:
         assert self.fails_for is not None
         follow_up = self.codecs.decode("the failure", payload, "json", FollowUp)
-        id, _, generation = job.id.rpartition("@")
         given: Any = LEFT_IN_RECORD
-        if follow_up.form == "json":
-            given = self.read_failed(follow_up.codec, bytes(follow_up.payload))
-        elif follow_up.form == "base64":
-            given = self.read_failed(follow_up.codec, msgspec.json.decode(follow_up.payload, type=bytes))
-        failed = FailedJob(
-            queue=self.fails_for.name,
-            id=id,
-            generation=int(generation),
-            **{name: getattr(follow_up, name) for name in failure.HISTORY},
-        )
+        if follow_up.form != "left":
+            is_json, raw = follow_up.form == "json", follow_up.payload
+            given = self.read_failed(follow_up.codec, bytes(raw) if is_json else msgspec.json.decode(raw, type=bytes))
+        id, _, generation = job.id.rpartition("@")
+        history = {name: getattr(follow_up, name) for name in failure.HISTORY}
+        failed = FailedJob(queue=self.fails_for.name, id=id, generation=int(generation), **history)
         return Failure(payload=given, job=failed, error=follow_up.error)
 
 
 class AppHooks:
-    """The hooks of an app: middleware, after-execution hooks, error hooks."""
+    """The hooks of an app: middleware, `after_execution`, `on_error`."""
 
     def __init__(self, *, find: Callable[[str, str], Awaitable[Job | None]] | None = None) -> None:
         self.middleware: list[Middleware] = []
         self.after: list[AfterExecution] = []
         self.errors: list[OnError] = []
         self.find = find
-        """Reads a record, given its queue and its id."""
+        """Reads the record of a queue and an id."""
 
     async def report_error(self, error: BaseException, where: str) -> None:
         """Report an error that is not a job's own failure to the error hooks, or to the log if there is none."""
@@ -227,7 +215,7 @@ class AppHooks:
 async def perform(
     job: Job, current: CurrentJob, handler: Handler, hooks: AppHooks, threads: ThreadPoolExecutor
 ) -> Ended:
-    """Run one job, whatever its handler does. Never raises, but for what ends the whole program."""
+    """Run one job. Never raises, except KeyboardInterrupt and GeneratorExit."""
     running.set(current)
     started = asyncio.get_running_loop().time()
     arguments: Any = None
@@ -261,7 +249,8 @@ async def perform(
 
 
 async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> Failure:
-    """The payload was too large to travel along. It is in the failed record, unless that has run again or is gone."""
+    """Add a payload that was too large for the fail handler's job, from the failed record. It is None if that record
+    has run again or is gone."""
     job = None if hooks.find is None else await hooks.find(failed.job.queue, failed.job.id)
     payload: Any = None
     if job is not None and job.generation == failed.job.generation:
@@ -276,37 +265,36 @@ async def _call(
     function = handler.arguments.function
     if handler.is_async and not middleware:
         return await function(*args, **kwargs)
-
-    async def innermost() -> Any:
-        if handler.is_async:
-            return await function(*args, **kwargs)
-        context = contextvars.copy_context()
-        loop = asyncio.get_running_loop()
-        current.on_loop = False
-        try:
-            value = await loop.run_in_executor(threads, lambda: context.run(_in_thread, function, args, kwargs))
-        finally:
-            current.on_loop = True
-        if inspect.iscoroutine(value) and current.stopping is not None:
-            value.close()
-            raise asyncio.CancelledError
-        return await awaited(value)
-
-    proceed: Proceed = innermost
+    proceed: Proceed = partial(function, *args, **kwargs)
+    if not handler.is_async:
+        proceed = partial(_call_on_thread, proceed, current, threads)
     for layer in reversed(middleware):
-        proceed = partial(_layered, layer, current, proceed)
+        proceed = partial(_call_layer, layer, current, proceed)
     return await proceed()
 
 
-def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+async def _call_layer(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
+    return await awaited(layer(current, proceed))
+
+
+async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, threads: ThreadPoolExecutor) -> Any:
+    context = contextvars.copy_context()
+    current.on_loop = False
     try:
-        return function(*args, **kwargs)
+        value = await asyncio.get_running_loop().run_in_executor(threads, context.run, _in_thread, function)
+    finally:
+        current.on_loop = True
+    if inspect.iscoroutine(value) and current.stopping is not None:
+        value.close()
+        raise asyncio.CancelledError
+    return await awaited(value)
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
     except StopIteration as error:  # A future cannot carry it: its waiter would hang.
         raise RuntimeError("the handler raised StopIteration") from error
-
-
-async def _layered(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
-    return await awaited(layer(current, proceed))
 
 
 def _returned(handler: Handler, value: Any) -> Ended:
@@ -320,7 +308,7 @@ def _returned(handler: Handler, value: Any) -> Ended:
 
 
 def _cancelled(current: CurrentJob) -> Ended:
-    """The run was cancelled: by us, for a reason, or by the handler itself."""
+    """How a run ended that was cancelled, by the worker or by the handler itself."""
     if current.stopping is None:
         return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
     if current.stopping == "timeout":
@@ -339,7 +327,7 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
         return Raised(error_from_exception(error, "retriable"))
     permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
     if current.stopping is not None and not permanent and not isinstance(error, Retry):
-        return Stopped(current.stopping)  # It was stopped, and failed on its way out.
+        return Stopped(current.stopping)  # The run was stopped, and raised while it ended.
     stored = error_from_exception(error, "permanent" if permanent else "retriable")
     try:
         delay_ms, run_at = failure.retry_time(error)
@@ -351,8 +339,7 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
 async def _after(
     job: Job, ended: Returned | Raised | TimedOut, handler: Handler, hooks: AppHooks, execution: Execution
 ) -> Ended:
-    """Let the hooks change what is about to be stored, if this is the end of the job. A hook that fails changes
-    nothing."""
+    """Let hooks change what is stored, if this is the end of the job. If a hook raises, nothing is changed."""
     settlement = verdict(job, ended, handler.config.policy, random.Random(0))
     if not isinstance(settlement, Complete | Fail):
         return ended
@@ -361,7 +348,7 @@ async def _after(
             await awaited(hook(execution))
         return _changed(ended, execution, handler)
     except asyncio.CancelledError:
-        return ended  # The run was stopped during the hook. It has ended already.
+        return ended  # The run was stopped during a hook, but its handler has ended.
     except (Exception, SystemExit) as wrong:
         await hooks.report_error(wrong, f"after_execution of job {job.id!r:.80} in {handler.queue}")
         return ended
@@ -373,9 +360,9 @@ def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler:
         again = _returned(handler, execution.result)
         return replace(again, result_ttl_ms=ttl_ms) if isinstance(again, Returned) else again
     if not isinstance(execution.error, JobError):
-        raise TypeError(f"the error of an execution is a JobError, not {execution.error!r:.60}")
+        raise TypeError(f"execution.error is {execution.error!r:.60}: it must be a JobError")
     error = failure.truncate_error(execution.error)
-    failure.encode_error(error)  # What cannot be stored is the hook's mistake, not the job's.
+    failure.encode_error(error)  # Raises if it cannot be stored: that is an error of the hook, not of the job.
     return replace(ended, error=error, failure_ttl_ms=ttl_ms)
 
 
@@ -383,20 +370,22 @@ K = TypeVar("K")
 
 
 class Runner(Generic[K]):
-    """Calls handlers. It reports the end and the progress of a run by the key that the run was started with; progress
-    comes from any thread."""
+    """Calls handlers. It reports the end and the progress of a run with the key that the run was started with. Progress
+    may be reported on any thread."""
 
     def __init__(
         self,
+        handlers: Iterable[Handler],
         hooks: AppHooks,
         threads: int,
         finished: Callable[[K, Ended], None],
         progressed: Callable[[K, bytes], None],
         wrap: Callable[[K, Coroutine[Any, Any, Ended]], Coroutine[Any, Any, Ended]] | None = None,
     ) -> None:
-        """`wrap` gives the coroutine that is run in place of a run's own."""
+        """`wrap` returns the coroutine to execute instead of that of a run."""
         self.resources: object = None
         """The value of the app's lifespan."""
+        self.handlers = {handler.queue: handler for handler in handlers}
         self._hooks = hooks
         self._report_end = finished
         self._report_progress = progressed
@@ -404,7 +393,14 @@ class Runner(Generic[K]):
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
 
-    def start(self, key: K, handler: Handler, job: Job) -> None:
+    def check(self) -> None:
+        """Check the annotations of all handlers, so that a worker that could not decode its jobs does not start."""
+        for handler in self.handlers.values():
+            if handler.fails_for is None and not handler.arguments.raw:
+                handler.arguments.check(handler.codec)
+
+    def start(self, key: K, queue: str, job: Job) -> None:
+        handler = self.handlers[queue]
         current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
@@ -419,12 +415,12 @@ class Runner(Generic[K]):
                 task.cancel()
 
     def close(self) -> None:
-        """End the threads: those that are idle now, the others when their runs end."""
+        """End the threads that are idle now, and the others when their runs end."""
         self._threads.shutdown(wait=False)
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         _, current = self._going.pop(key)
-        if task.cancelled():  # It had not begun.
+        if task.cancelled():  # The run had not begun.
             ended = _cancelled(current)
         else:
             error = task.exception()

@@ -1,8 +1,8 @@
-"""The worker's heartbeat, on a thread and a connection of its own: a handler that blocks the event loop does not cost
-the worker its leases.
+"""The worker's heartbeat, on its own thread and connection: a handler that blocks the event loop does not cost the
+worker its leases.
 
-Every quarter of a lease: extend the leases that are held, announce the worker, and sweep queues that it has no capacity
-to claim from (claims sweep, too). What it learns is passed to the worker's loop.
+Every quarter of a lease it extends the leases that are held, announces the worker, and sweeps the queues from which the
+worker cannot claim now (a claim sweeps too). It passes what it learns to the worker's loop.
 """
 
 from __future__ import annotations
@@ -30,31 +30,22 @@ if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext
 
 SOONEST_S = 0.5
-"""Progress makes the next beat come early, but not sooner after the last than this."""
+"""Shortest time between two beats. Progress makes the next beat come early."""
 GOODBYE_S = 1.0
 """How long the last announcement of a worker that stops may take."""
 LEAVING_MS = 100
-"""A worker that stops is listed for this much longer: the least that a storage takes."""
+"""How long a worker that stops is still listed: the shortest time that a storage accepts."""
 ANNOUNCED_BEATS = 8
-"""A worker is listed for this many beats after its last announcement."""
-SNAPSHOT_S = 0.1
-"""How long a beat waits for a snapshot of the worker, at most a quarter of its interval. A loop that is blocked makes
-none, and the beat uses the one before."""
+"""A worker is listed for this number of beats after its last announcement."""
 
 log = logging.getLogger("holdfast.worker")
-
-_Beaten = tuple[Run, bytes | None]
-"""A run, and the progress that goes with its lease."""
-WorkerSnapshot = tuple[WorkerFacts, list[str]]
-"""The state of a worker, made on its event loop for the heartbeat's thread: its record, and the queues of which no
-further job fits, which no claim sweeps."""
 
 
 class Heartbeat:
     """Keeps the leases of one worker alive.
 
-    `start`, `stop` and the methods under "On the worker's loop" run on the worker's loop; the others on this thread.
-    Of the worker, this thread reads settings, the runs that are held, and the newest snapshot.
+    `start`, `stop` and the methods under "On the worker's loop" run on the worker's loop; the others on this thread,
+    which reads the settings, the runs that are held, and the newest snapshot of the worker.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -66,14 +57,13 @@ class Heartbeat:
         self._beaten_at = float("-inf")
         self._failing = False
         self._stopping = False
-        self._snapshot: WorkerSnapshot
-        """Written by the worker's loop, read by this thread."""
-        self._snapshot_made = asyncio.Event()
+        self._snapshot: tuple[WorkerFacts, list[str]]
+        """The record of the worker, and the queues of which no further job fits. Written by the worker's loop twice per
+        beat, unless that is blocked; read by this thread."""
         self._nudged = asyncio.Event()
-        self._work: asyncio.Task[None]
-        self._error: BaseException | None = None
-        """Why this thread has ended by itself."""
-        self._broken = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None]
+        """Fails with the error of this thread."""
         self._home: asyncio.AbstractEventLoop
         """The worker's loop."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,79 +74,73 @@ class Heartbeat:
 
     @property
     def is_heard(self) -> bool:
-        """Has a beat succeeded within the length of a lease? Otherwise the worker claims nothing: it could not keep
-        its leases. From any thread."""
+        """Whether a beat has succeeded within the length of a lease. Otherwise the worker claims nothing, because it
+        could not keep its leases."""
         return not self._enabled or time.monotonic() < self._beaten_at + self._lease_ms / 1000
 
     def nudge(self) -> None:
-        """There is progress to send, or a lease to extend: beat soon. From any thread."""
+        """There is progress to send, or a lease to extend: beat soon."""
         _call_on(self._loop, self._nudged.set)
 
     # On the worker's loop
 
     def start(self) -> None:
-        """Begin to beat, unless the worker's settings say that it has no heartbeat."""
+        """Begin to beat, unless the settings of the worker turn the heartbeat off."""
+        self._home = asyncio.get_running_loop()
+        self._broken = self._home.create_future()
         if self._enabled:
-            self._home = asyncio.get_running_loop()
             self._make_snapshot()
             self._thread.start()
 
     async def stop(self) -> None:
-        """End at once, even in the middle of a beat; the worker is announced as leaving if that takes no time."""
+        """End at once, even during a beat, and announce that the worker leaves if the storage answers quickly."""
         if self._enabled:
             self._stopping = True
-            _call_on(self._loop, lambda: self._work.cancel())
+            _call_on(self._loop, lambda: self._work and self._work.cancel())
             await asyncio.to_thread(self._thread.join)
 
     async def watch(self) -> None:
-        """Wait, and raise if the heartbeat's thread has ended: without it the worker must not go on."""
-        await self._broken.wait()
-        raise RuntimeError(f"the heartbeat of worker {self._worker} has ended: {self._error!r}")
+        """Wait, and raise if the heartbeat's thread has failed: without it the worker must not go on."""
+        await self._broken
 
     def _make_snapshot(self) -> None:
         capacity = self._context.claimer.capacity
         self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
-        _call_on(self._loop, self._snapshot_made.set)
+        if not self._stopping:
+            self._home.call_later(self._every_s / 2, self._make_snapshot)
 
     def _lost(self, run: Run) -> None:
-        """A lease is not ours any more: the run is stopped, and its result discarded."""
+        """A lease is lost: stop its run, and discard the result."""
         if run.done or self._context.held.pop(run.key, None) is None:
             return
-        log.warning("worker %s lost its lease of job %r in %s", self._worker, run.job.id, run.queue)
+        log.warning("worker %s lost its lease of job %r in %s: stopping the run", self._worker, run.job.id, run.queue)
         run.held = False
         kill_at = None
-        if run.config.policy.exclusive:  # Another run may have begun: it is killed soon, whatever it was stopped for.
+        if run.config.policy.exclusive:  # Another run of the job may have begun.
             grace_s = 0.0 if run.overdue else run.config.policy.cancel_grace_ms / 1000
             kill_at = self._home.time() + grace_s
         self._context.executor.stop(run, "lease_lost", kill_at=kill_at)
 
     def _evicted(self) -> None:
-        """The storage has a command for this worker to stop."""
+        """The storage has the command that this worker should stop."""
         if not self._context.stopping.is_set():
-            log.warning("worker %s was evicted: it stops", self._worker)
+            log.warning("worker %s was evicted: stopping", self._worker)
             self._context.stop()
 
     # On the heartbeat's thread
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            asyncio.run(self._beat_until_stopped())
+        except asyncio.CancelledError:
+            pass  # `stop` has cancelled it.
         except BaseException as error:
-            self._error = error
-            _call_on(self._home, self._broken.set)
+            _call_on(self._home, self._broken.set_exception, error)
 
-    async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._work = asyncio.create_task(self._beat_for_ever())
-        if self._stopping:
-            self._work.cancel()
-        await asyncio.wait([self._work])
-        if not self._work.cancelled():
-            self._work.result()  # It has failed: it never ends by itself.
-
-    async def _beat_for_ever(self) -> None:
-        """When a beat fails, begin again at once with a new connection: leases must be extended before half a lease has
-        passed since the storage came back."""
+    async def _beat_until_stopped(self) -> None:
+        """Beat. After a failure begin again at once with a new connection: leases must be extended before half a lease
+        has passed since the storage came back."""
+        self._loop, self._work = asyncio.get_running_loop(), asyncio.current_task()
         while not self._stopping:
             try:
                 async with AsyncExitStack() as stack:
@@ -170,12 +154,14 @@ class Heartbeat:
             await asyncio.sleep(self._every_s / 10)
 
     def _failed(self, error: BaseException) -> None:
-        """A beat, or part of it, has failed. That is reported once, until a beat succeeds."""
+        """A beat, or part of it, has failed. Report that once, until a beat succeeds."""
         if not self._failing:
             self._failing = True
-            where = f"worker {self._worker} could not say that it is alive"
-            _call_on(self._home, self._context.hooks.report_error, error, where)
-        self._kill_the_unsure()
+            self._report_error(error, "could not send its heartbeat")
+        self._kill_unsure_runs()
+
+    def _report_error(self, error: BaseException, what: str) -> None:
+        _call_on(self._home, self._context.hooks.report_error, error, f"worker {self._worker} {what}")
 
     async def _beat_until_broken(self, storage: Storage) -> None:
         loop = asyncio.get_running_loop()
@@ -192,85 +178,67 @@ class Heartbeat:
                 await wait_at_most(began + self._every_s - loop.time(), self._nudged)
                 self._nudged.clear()
         except asyncio.CancelledError:
-            await self._say_goodbye(storage)
+            with suppress(StorageUnavailable, TimeoutError):  # Then the worker is forgotten a little later.
+                async with asyncio.timeout(GOODBYE_S):
+                    await storage.announce(self._worker, self._snapshot[0], ttl_ms=LEAVING_MS)
             raise
 
-    async def _say_goodbye(self, storage: Storage) -> None:
-        with suppress(StorageUnavailable, TimeoutError):  # Then it is forgotten a little later.
-            async with asyncio.timeout(GOODBYE_S):
-                await storage.announce(self._worker, self._snapshot[0], ttl_ms=LEAVING_MS)
-
     async def _beat(self, storage: Storage) -> None:
-        """Everything side by side: one slow queue must not cost the leases of another."""
-        by_queue: dict[str, list[_Beaten]] = defaultdict(list)
+        """Do everything concurrently: a slow queue must not cost the leases of another."""
+        by_queue: dict[str, list[tuple[Run, bytes | None]]] = defaultdict(list)
         for run in list(self._context.held.values()):
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
-        snapshot = asyncio.ensure_future(self._fresh_snapshot())
-        ended = await asyncio.gather(
-            *extends, self._announce(storage, snapshot), self._sweep(storage, snapshot), return_exceptions=True
-        )
+        ended = await asyncio.gather(*extends, self._announce(storage), self._sweep(storage), return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         if len(errors) == len(ended):
-            raise errors[0]  # Nothing succeeded: the connection is of no use.
+            raise errors[0]  # Nothing succeeded: the connection is broken.
         for error in errors:
             self._failed(error)
 
-    async def _fresh_snapshot(self) -> WorkerSnapshot:
-        """A new snapshot from the worker's loop; the one before, if the loop is blocked."""
-        self._snapshot_made.clear()
-        _call_on(self._home, self._make_snapshot)
-        await wait_at_most(min(SNAPSHOT_S, self._every_s / 4), self._snapshot_made)
-        return self._snapshot
-
-    async def _extend(self, storage: Storage, queue: str, runs: list[_Beaten]) -> None:
+    async def _extend(self, storage: Storage, queue: str, runs: list[tuple[Run, bytes | None]]) -> None:
         extend = partial(storage.extend, queue, worker=self._worker, lease_ms=self._lease_ms)
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
             sent_at = asyncio.get_running_loop().time()
             try:
                 reply = await extend([LeaseRef(*run.key[1:], progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
-                where = f"worker {self._worker} could not send the progress of jobs in {queue}"
-                _call_on(self._home, self._context.hooks.report_error, error, where)
+                self._report_error(error, f"could not send the progress of jobs in {queue}")
                 reply = await extend([LeaseRef(*run.key[1:]) for run, _ in beaten])
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
-                if run.lease.progress is progress:
-                    run.lease.progress = None  # Sent; a newer one may have come meanwhile.
+                if run.lease.progress is progress:  # Else there is newer progress, which has not been sent.
+                    run.lease.progress = None
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
                 _call_on(self._home, self._lost, by_lease[lease.id, lease.fence])
             for lease in reply.cancel_asked:
                 _call_on(self._home, self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
 
-    async def _announce(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        facts, _ = await snapshot
+    async def _announce(self, storage: Storage) -> None:
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)
-        commands = await storage.announce(self._worker, facts, ttl_ms=ttl_ms)
+        commands = await storage.announce(self._worker, self._snapshot[0], ttl_ms=ttl_ms)
         if commands.evict:
             _call_on(self._home, self._evicted)
 
-    async def _sweep(self, storage: Storage, snapshot: asyncio.Future[WorkerSnapshot]) -> None:
-        _, full_queues = await snapshot
-        for queue in await storage.ready(full_queues[:MAX_ITEMS]):
+    async def _sweep(self, storage: Storage) -> None:
+        for queue in await storage.ready(self._snapshot[1][:MAX_ITEMS]):
             await storage.sweep(queue)
 
     def _extends(self, run: Run) -> bool:
-        """Is the lease of this run to be extended? Not when the run is long past its timeout, even if the loop is
-        blocked and cannot stop it; an exclusive one keeps its lease until it ends."""
+        """Whether to extend the lease of a run. A run that is long past its timeout loses it, even if the loop is
+        blocked and cannot stop the run; an exclusive run keeps it until it ends."""
         policy = run.config.policy
         limit_ms = timeout_ms(run.job, policy)
         if limit_ms is None or policy.exclusive or run.done or run.started_at is None:
             return True
-        longest_s = (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000
-        return asyncio.get_running_loop().time() < (
-            run.started_at + longest_s + self._context.executor.kill_allowance_s
-        )
+        ends_at = run.started_at + (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000
+        return asyncio.get_running_loop().time() < ends_at + self._context.executor.kill_allowance_s
 
-    def _kill_the_unsure(self) -> None:
-        """The storage does not answer. Runs that must end before another worker can have their lease are killed now, if
-        another failed beat would be too late."""
+    def _kill_unsure_runs(self) -> None:
+        """The storage does not answer. Kill the runs that must end before another worker can have their lease, if the
+        next beat would be too late for them."""
         now = asyncio.get_running_loop().time()
         for run in list(self._context.held.values()):
             ends_at = run.lease.extended_at + self._lease_ms / 1000
@@ -281,7 +249,7 @@ class Heartbeat:
 
 
 def _call_on(loop: asyncio.AbstractEventLoop | None, function: Callable[..., object], *args: object) -> None:
-    """Call a function on the loop of another thread, unless that has not begun or has ended."""
+    """Call a function on the loop of another thread, if that loop runs."""
     if loop is not None:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *args)

@@ -1,5 +1,5 @@
-"""The settler of a worker: decides how a run is settled, sends settlements to the storage in batches, and again until
-it has answered. A job that has ended must not run again.
+"""The settler of a worker: decides how a run is settled, and sends settlements to the storage in batches. It repeats a
+call until the storage has answered: a job that has ended must not run again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
 from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement, verdict
-from holdfast._worker.executor import Run, wait_at_most
+from holdfast._worker.executor import Run, wait_at_most, wait_until
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage.validation import batches
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast.worker")
 
 TRY_AGAIN_S = (0.1, 5.0)
-"""After the storage could not be reached: the first pause and the longest."""
+"""The first and the longest pause after the storage could not be reached."""
 GIVE_UP_S = 5.0
-"""How long a settler that ends tries to settle what is left. What is left then runs again."""
+"""How long a worker that stops tries to settle its last jobs. Jobs that are not settled by then run again."""
 
 
 class PendingSettlement(msgspec.Struct, frozen=True):
-    """A job, how to settle it, the policy that says so, and its run; None if it was not started."""
+    """A settlement that is not stored yet. `policy` is None for a release, `run` if the job was not started."""
 
     job: Job
     settlement: Settlement
@@ -48,7 +48,7 @@ class Settler:
         self._rng = random.Random()
         self._waiting: dict[str, list[PendingSettlement]] = {}
         self._settling: set[str] = set()
-        """Queues with a call on its way: one at a time for each queue, and no queue waits for another."""
+        """Queues with a call in flight: one at a time for each queue, and no queue waits for another."""
         self._tasks: asyncio.TaskGroup | None = None
         self._one_settled = asyncio.Event()
         self._ending = asyncio.Event()
@@ -59,13 +59,15 @@ class Settler:
         return bool(self._waiting or self._settling)
 
     async def until_settled(self, queues: Collection[str]) -> None:
-        """Wait until nothing of these queues waits or is on its way, or the settler has ended."""
-        while self._tasks is not None and any(queue in self._waiting or queue in self._settling for queue in queues):
-            self._one_settled.clear()
-            await self._one_settled.wait()
+        """Wait until all settlements of these queues are stored, or the settler has ended."""
+
+        def is_settled() -> bool:
+            return self._tasks is None or not any(queue in self._waiting or queue in self._settling for queue in queues)
+
+        await wait_until(self._one_settled, is_settled)
 
     def settle(self, queue: str, pending: PendingSettlement) -> None:
-        """Send this settlement to the storage, with others of its queue."""
+        """Send a settlement to the storage, together with others of its queue."""
         self._waiting.setdefault(queue, []).append(pending)
         self._start(queue)
 
@@ -80,7 +82,7 @@ class Settler:
         self.settle(run.queue, PendingSettlement(run.job, settlement, policy, run))
 
     def end(self) -> None:
-        """Nothing more will come: `run` ends when all is settled."""
+        """No more settlements will come: `run` ends when all are stored."""
         self._give_up_at = asyncio.get_running_loop().time() + GIVE_UP_S
         self._ending.set()
 
@@ -93,7 +95,7 @@ class Settler:
                 try:
                     await self._ending.wait()
                 except asyncio.CancelledError:
-                    self._tasks = None  # The group takes no more. What is not settled runs again.
+                    self._tasks = None  # The group takes no more tasks. Jobs that are not settled run again.
                     raise
         finally:
             self._tasks = None
@@ -109,7 +111,7 @@ class Settler:
         self._settling.discard(queue)
         self._one_settled.set()
         claimer = self._context.claimer
-        if self._context.settings.burst:  # What was settled may be ready again, and hints may come late.
+        if self._context.settings.burst:  # A settled job may be ready again, and its hint may come late.
             for served in claimer.capacity.served:
                 claimer.capacity.wake(served)
         claimer.changed.set()
@@ -121,39 +123,30 @@ class Settler:
             except (PayloadRejected, OptionError):
                 for pending in batch:
                     await self._settle_one(queue, pending)
-            except Exception as error:
-                self._give_up(queue, batch, error)
             else:
                 self._settled(queue, batch, replies)
 
     async def _settle_one(self, queue: str, pending: PendingSettlement) -> None:
-        """The storage has refused something in a batch, most likely a result that is too large. That job fails, because
-        it would be refused again; an error that is too large is cut."""
+        """Settle one job of a batch that the storage has refused, most likely because a result is too large. Such a job
+        fails, because its result would be refused again; an error that is too large is shortened."""
         attempts = [pending.settlement]
         while attempts:
             settlement = attempts.pop(0)
             try:
-                (reply,) = await self._send(queue, [settlement])
+                replies = await self._send(queue, [settlement])
             except (PayloadRejected, OptionError) as error:
-                where = f"the settlement of job {pending.job.id!r:.80} in {queue} was refused"
-                self._context.hooks.report_error(error, where)
+                what = f"the storage refused the settlement of job {pending.job.id!r:.80} in {queue}"
+                self._context.hooks.report_error(error, what)
                 if settlement is pending.settlement and pending.policy is not None:
                     attempts = shrink_settlement(pending.job, settlement, pending.policy, str(error))
-            except Exception as error:
-                self._give_up(queue, [pending], error)
-                return
             else:
-                self._settled(queue, [msgspec.structs.replace(pending, settlement=settlement)], [reply])
+                self._settled(queue, [msgspec.structs.replace(pending, settlement=settlement)], replies)
                 return
         self._settled(queue, [pending], [None])
 
-    def _give_up(self, queue: str, batch: Sequence[PendingSettlement], error: Exception) -> None:
-        self._settled(queue, batch, [None] * len(batch))
-        self._context.hooks.report_error(error, f"worker {self._name} could not settle jobs of {queue}: they run again")
-
     def _settled(self, queue: str, batch: Sequence[PendingSettlement], replies: Sequence[SettleResult | None]) -> None:
-        """Forget these runs, and publish their events. A reply of None: the settlement was not stored as far as is
-        known, and the lease will expire."""
+        """Forget these runs, and publish their events. A reply is None if it is not known whether the settlement was
+        stored; the lease expires then."""
         hooks = self._context.hooks
         now = asyncio.get_running_loop().time()
         every = bool(hooks.on_event) or jobs_log.isEnabledFor(logging.INFO)
@@ -162,24 +155,31 @@ class Settler:
             if run is not None:
                 self._context.held.pop(run.key, None)
             if reply is SettleResult.LOST:
-                log.warning("job %r of %s is another's: what this run gave is refused", pending.job.id, queue)
+                log.warning("lost the lease of job %r in %s before settling: result discarded", pending.job.id, queue)
             elif reply is SettleResult.OK and (every or not isinstance(pending.settlement, Complete | Release)):
                 seconds = 0.0 if run is None or run.started_at is None else now - run.started_at
                 event = event_of(queue, pending.job, pending.settlement, seconds)
                 hooks.publish(event)
                 log_event(event, self._name)
 
-    async def _send(self, queue: str, batch: Sequence[Settlement]) -> list[SettleResult]:
-        """Settle, and try again while the storage cannot be reached; once the end has come, for `GIVE_UP_S`."""
+    async def _send(self, queue: str, batch: Sequence[Settlement]) -> Sequence[SettleResult | None]:
+        """Settle, and try again while the storage cannot be reached; while the worker stops, for `GIVE_UP_S`. Replies
+        are None if that is given up. Raises PayloadRejected or OptionError if the storage refuses a settlement."""
         pause = TRY_AGAIN_S[0]
+        what = f"worker {self._name} could not settle jobs of {queue}"
         while True:
             try:
                 async with asyncio.timeout_at(self._give_up_at):
                     return await self._context.storage.settle(queue, batch, worker=self._name)
-            except TimeoutError:
-                raise StorageUnavailable("it could not be reached in time") from None
+            except (PayloadRejected, OptionError):
+                raise
             except (StorageUnavailable, StorageFull) as error:
-                self._context.hooks.report_error(error, f"worker {self._name} could not settle jobs of {queue}")
+                self._context.hooks.report_error(error, what)
+            except Exception as error:
+                late = isinstance(error, TimeoutError)
+                shown = StorageUnavailable("the storage could not be reached in time") if late else error
+                self._context.hooks.report_error(shown, f"{what}: they run again")
+                return [None] * len(batch)
             await wait_at_most(pause, self._ending)
             pause = min(2 * pause, TRY_AGAIN_S[1])
             if self._ending.is_set():

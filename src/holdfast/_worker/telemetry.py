@@ -1,4 +1,4 @@
-"""What a worker says about itself and its runs: events for hooks, log lines, and its record in the storage."""
+"""Reports of a worker about itself and its runs: events for hooks, log lines, and its record in the storage."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from holdfast.version import VERSION
 
 log = logging.getLogger("holdfast.worker")
 jobs_log = logging.getLogger("holdfast.jobs")
-"""One line for each event of a job."""
+"""Logger with one line for each event of a job."""
 
 MAX_NAMED_BYTES = 48_000
-"""Bytes of queue names in a worker's record."""
+"""Most bytes of queue names in a worker's record."""
 FORMATS = ("text", "json")
 KINDS = {
     Complete: EventKind.COMPLETED,
@@ -39,11 +39,11 @@ KINDS = {
     "stalls": EventKind.STALLED,
     "timeouts": EventKind.TIMED_OUT,
 }
-"""What happened to a job, by the class of its settlement, or by what a retry counts."""
+"""Kind of event by the class of the settlement, or by the counter that a retry raises."""
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a job at this worker, once it is stored: `claimed` when a run starts, then `completed`,
+    """An event of a job at this worker, published once it is stored: `claimed` when a run starts, then `completed`,
     `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`."""
 
     kind: EventKind
@@ -57,15 +57,14 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 OnEvent = Callable[[RunEvent], Any]
 ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
-"""Gets an error that is not a job's own failure, and where it happened."""
+"""Takes an error that is not the failure of a job, and the place where it happened."""
 
 
 class HookDispatcher:
-    """Calls hooks with events and errors, in order and in a task apart from the work, so that a slow hook delays no
-    job."""
+    """Calls hooks with events and errors, in order and in its own task, so that a slow hook delays no job."""
 
     def __init__(self, on_event: Sequence[OnEvent], report_error: ErrorReporter, *, on_threads: bool = False) -> None:
-        """`on_threads`: hooks that are not async are called on a thread, so that they do not block the loop."""
+        """With `on_threads`, hooks that are not async are called on a thread, so that they do not block the loop."""
         self.on_event = list(on_event)
         self._on_threads = on_threads
         self._report_error = report_error
@@ -76,7 +75,7 @@ class HookDispatcher:
             self._waiting.put_nowait(event)
 
     def report_error(self, error: BaseException, where: str) -> None:
-        """Have an error reported that is not a job's own failure."""
+        """Report an error that is not the failure of a job."""
         self._waiting.put_nowait((error, where))
 
     async def run(self) -> None:
@@ -92,22 +91,22 @@ class HookDispatcher:
                     await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
 
     async def end(self, running: asyncio.Task[None], within_s: float) -> None:
-        """Let `running`, which is the task of `run`, call hooks with what is left. A hook that takes longer is given
-        up."""
+        """Wait until `running`, the task of `run`, has called hooks with all that waits, and cancel it if that takes
+        longer than `within_s`."""
         self._waiting.put_nowait(None)
         await asyncio.wait([running], timeout=within_s)
         if not running.done():
-            log.error("a hook does not end: it is given up")
+            log.error("a hook did not finish within %g s at shutdown: cancelled", within_s)
             running.cancel()
 
 
 async def awaited(value: Any) -> Any:
-    """The value of a hook, whether the hook is async or not."""
+    """The value of a call, whether the function is async or not."""
     return await value if inspect.isawaitable(value) else value
 
 
 def log_error(error: BaseException, where: str) -> None:
-    """Log an error that is not a job's own failure, with a traceback unless it is an error of Holdfast."""
+    """Log an error that is not the failure of a job, with a traceback unless it is an error of Holdfast."""
     log.error("%s: %s", where, error, exc_info=None if isinstance(error, HoldfastError) else error)
 
 
@@ -124,32 +123,33 @@ def event_of(queue: str, job: Job, settlement: Settlement, seconds: float) -> Ru
 
 
 def log_event(event: RunEvent, worker: str) -> None:
-    error = "" if event.error is None else f": {escape_control(str(event.error))[:300]}"
+    facts: dict[str, Any] = {
+        "event": event.kind,
+        "queue": event.queue,
+        "id": event.id,
+        "attempt": event.attempt,
+        "seconds": round(event.seconds, 6),
+        "worker": worker,
+    }
+    error = ""
+    if event.error is not None:
+        facts |= {"error": event.error.type, "kind": event.error.kind}
+        error = f": {escape_control(str(event.error))[:300]}"
     jobs_log.log(
         logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
         "%s %s of %s, attempt %d, %.3f s%s",
         *(event.kind, escape_control(event.id), event.queue, event.attempt, event.seconds, error),
-        extra={
-            "facts": {
-                "event": event.kind,
-                "queue": event.queue,
-                "id": event.id,
-                "attempt": event.attempt,
-                "seconds": round(event.seconds, 6),
-                "worker": worker,
-                **({} if event.error is None else {"error": event.error.type, "kind": event.error.kind}),
-            }
-        },
+        extra={"facts": facts},
     )
 
 
 def default_worker_name() -> str:
-    """A name that no other worker has: host, process and a random part."""
+    """A unique name for a worker: host, process and a random part."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
-    """The record of a worker in this process, with as many names of queues as it has space for."""
+    """The record of a worker in this process, with at most `MAX_NAMED_BYTES` of queue names."""
     sizes = itertools.accumulate(len(name) + 4 for name in capacity.served)
     return {
         "queues": [name for name, size in zip(capacity.served, sizes, strict=True) if size <= MAX_NAMED_BYTES],
@@ -163,18 +163,18 @@ def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
     }
 
 
-# Log lines of `holdfast worker` and of child processes: ids and durations, no payloads
+# Logging of `holdfast worker` and of child processes: ids and durations, no payloads
 
 
 class Logs(msgspec.Struct, frozen=True):
-    """How a process logs. Without this, Holdfast sets up no logging."""
+    """Log settings of a process. Without them Holdfast does not configure logging."""
 
     format: str
     level: str
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: `at`, `level`, `logger`, `message`, and the facts of a job or a worker."""
+    """One JSON object per line: `at`, `level`, `logger`, `message`, and the facts of a job or a worker."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -188,12 +188,12 @@ class JsonLines(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
-        except UnicodeEncodeError:  # Half a character, from an id that is not text.
+        except UnicodeEncodeError:  # A surrogate, from an id that is not text.
             return msgspec.json.encode({key: escape_control(str(value)) for key, value in line.items()}).decode()
 
 
 def set_up_logging(logs: Logs) -> None:
-    """Have everything that is logged in this process written to stderr."""
+    """Write the log of this process to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
     handler.setFormatter(JsonLines() if logs.format == "json" else text)

@@ -1,7 +1,7 @@
-"""The worker that users hold: starts its parts, chooses the queues that it serves, and stops in good order.
+"""The worker that users hold: it starts its parts, chooses the queues that it serves, and stops in good order.
 
-The parts are claimer, settler, heartbeat and an executor (`Inline`, or the processes of pool.py); `WorkerContext` is
-what they share. The claimer starts a run, the executor says that it has finished, the settler decides and settles.
+The parts are claimer, settler, heartbeat and an executor (`Inline`, or the pool of child processes). They share a
+`WorkerContext`. The claimer starts a run, the executor reports that it has finished, the settler decides and settles.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger("holdfast.worker")
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     queues: str | Sequence[str] | None = None
-    """Names or patterns of the queues to serve; None is all."""
+    """Names or patterns of the queues to serve; None for all."""
     lease_ms: int = 10_000
     grace_s: float = 25.0
-    """How long runs may go on when the worker stops."""
+    """How long runs may continue when the worker stops."""
     concurrency: int | None = None
-    """Most runs at the same time."""
+    """Most runs at the same time; None for no limit but the capacity."""
     burst: bool = False
-    """End when nothing is ready any more."""
+    """End when no job is ready any more."""
     heartbeat: bool = True
-    """Extend leases while runs go on. False only where the clock of the storage stands still."""
+    """Extend the leases of runs. False only in tests in which the clock of the storage does not move."""
 
 
 class WorkerContext:
-    """What the parts of one worker share. It is used on the worker's event loop; the heartbeat's thread reads settings
-    and copies `held`, which is one atomic step of the interpreter."""
+    """The objects that the parts of one worker share, on its event loop. The heartbeat's thread reads `settings` and
+    copies `held`, which is one atomic step of the interpreter."""
 
     def __init__(self, settings: WorkerSettings, executor: Executor, hooks: HookDispatcher) -> None:
         self.settings = settings
@@ -54,9 +54,9 @@ class WorkerContext:
         self.storage: Storage
         """The storage of the jobs, once the worker has opened it."""
         self.configs: dict[str, QueueConfig] = {}
-        """What can be served, by queue."""
+        """Queues that can be served, by name."""
         self.held: dict[tuple[str, str, int], Run] = {}
-        """Runs whose jobs are claimed and not yet settled, and whose leases are ours."""
+        """Runs whose jobs are claimed and not yet settled, and whose leases are not lost."""
         self.stopping = asyncio.Event()
         self.claimer = Claimer(self)
         self.settler = Settler(self)
@@ -64,14 +64,14 @@ class WorkerContext:
 
     def stop(self) -> None:
         self.stopping.set()
-        self.claimer.stop()
+        self.claimer.changed.set()
 
 
 class Worker:
     """Serves queues until it is stopped: `async with app.worker(): …`, or `await app.worker().run()`.
 
-    Leaving the block stops it: nothing more is claimed, runs may finish within `grace`, the rest is stopped and goes
-    back to its place in the queue, uncounted.
+    Leaving the block stops it: it claims no more, runs may finish within `grace`, and the others are stopped and go
+    back to their place in the queue, uncounted.
     """
 
     def __init__(
@@ -91,22 +91,22 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """The worker's name."""
+        """Name of the worker."""
         return self._context.settings.name
 
     @property
     def started(self) -> bool:
-        """It has begun to serve, and may have ended since."""
+        """Whether the worker has begun to serve. It may have ended since."""
         return self._main is not None
 
     @property
     def queues(self) -> list[str]:
-        """The queues that it serves."""
+        """Names of the queues that the worker serves."""
         return list(self._context.claimer.capacity.served)
 
     @property
     def running(self) -> int:
-        """How many runs are going on."""
+        """Number of runs at the moment."""
         return self._context.claimer.capacity.runs
 
     # From start to end
@@ -115,11 +115,11 @@ class Worker:
         if self._entered:
             raise OptionError(f"worker {self.name} was started already: make another with app.worker()")
         self._entered = True
+        context = self._context
         try:
-            await self._context.executor.open(self._context)
-            self._stack.push_async_callback(self._context.executor.close)
-            self._context.storage = await self._stack.enter_async_context(self._open_storage())
-            self._context.hooks.on_event += self._context.executor.event_hooks
+            await context.executor.open(context)
+            self._stack.push_async_callback(context.executor.close)
+            context.storage = await self._stack.enter_async_context(self._open_storage())
             self.reload_tasks()
         except BaseException:
             await self._stack.aclose()
@@ -140,39 +140,37 @@ class Worker:
             await self._stack.aclose()
 
     async def run(self) -> None:
-        """Serve until `stop()`; in a burst, until nothing is ready any more."""
+        """Serve until `stop()`; in a burst, until no job is ready any more."""
         async with self:
             assert self._main is not None
             await asyncio.wait([self._main])
 
     def stop(self, *, quick: bool = False) -> None:
-        """Stop serving. `quick` gives runs hardly any more time."""
+        """Stop serving. `quick` gives runs about one more second."""
         if quick:
             self._context.executor.hurry()
         self._context.stop()
 
     async def _serve(self) -> None:
-        """Run all parts. Claimer and settler end by themselves, so that each job that was claimed is started or given
-        back, and each run that has finished is settled."""
-        context = self._context
+        """Run all parts. Claimer and settler end by themselves, so that each claimed job is started or released, and
+        each finished run is settled."""
+        context, executor = self._context, self._context.executor
         log.info("worker %s serves %s", self.name, ", ".join(self.queues))
         context.heartbeat.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 settling = tasks.create_task(context.settler.run())
-                dispatching = tasks.create_task(self._context.hooks.run())
-                watching = [tasks.create_task(part.watch()) for part in (self._context.executor, context.heartbeat)]
+                dispatching = tasks.create_task(context.hooks.run())
+                watching = [tasks.create_task(part.watch()) for part in (executor, context.heartbeat)]
                 await tasks.create_task(context.claimer.run())
-                context.stopping.set()
-                self._context.executor.wind_down()
-                await self._context.executor.end_runs(self._context.executor.runs, self._context.settings.grace_s)
+                await executor.end_runs(executor.runs, context.settings.grace_s)
                 context.settler.end()
                 await settling
-                await self._context.hooks.end(dispatching, GIVE_UP_S)
+                await context.hooks.end(dispatching, GIVE_UP_S)
                 for task in watching:
                     task.cancel()
         except Exception:
-            log.exception("worker %s has broken down: this is a bug in Holdfast", self.name)
+            log.exception("worker %s failed: this is a bug in Holdfast", self.name)
             raise
         finally:
             await context.heartbeat.stop()
@@ -181,27 +179,27 @@ class Worker:
     # Queues
 
     def reload_tasks(self) -> None:
-        """Serve what the executor runs now, with its present settings: at the start, and after code was loaded again.
-        Queues that it cannot run any more are left, even if none remains."""
-        capacity, before = self._context.claimer.capacity, self._context.configs
-        self._context.configs = configs = {config.queue: config for config in self._context.executor.configs}
-        for queue in set(self.queues) - set(configs):
+        """Serve the queues that the executor runs now, with their present settings: at the start, and after the code
+        was loaded again. Queues that it does not run any more are left, even if none remains."""
+        context, capacity, before = self._context, self._context.claimer.capacity, self._context.configs
+        context.configs = {config.queue: config for config in context.executor.configs}
+        for queue in set(self.queues) - set(context.configs):
             capacity.leave(queue)
-        chosen = choose(configs, self._context.settings.queues)
-        for queue in set(before) & set(self.queues) - set(chosen):
+        chosen = choose(context.configs, context.settings.queues)
+        for queue in set(self.queues) - set(chosen):
             capacity.leave(queue)
-        new = [queue for queue in chosen if queue not in before or queue in capacity.served]
-        self._context.claimer.serve(configs[queue] for queue in new)
+        still = [queue for queue in chosen if queue not in before or queue in capacity.served]
+        context.claimer.serve(context.configs[queue] for queue in still)
 
     def serve(self, queues: str | Iterable[str]) -> list[str]:
-        """Begin to serve these queues as well, by name or pattern. Returns all queues that are served then."""
+        """Begin to serve these queues as well, by name or pattern. Returns all queues that the worker serves now."""
         configs = self._context.configs
         self._context.claimer.serve(configs[queue] for queue in choose(configs, queues))
         return self.queues
 
     async def stop_serving(self, queues: str | Iterable[str], *, grace: float | None = None) -> None:
-        """Claim nothing more from these queues. Their runs may finish within `grace` seconds, the worker's own unless
-        given; the rest is stopped and goes back uncounted. Returns when they are over."""
+        """Claim no more from these queues. Their runs may finish within `grace` seconds, by default the grace of the
+        worker; the others are stopped and go back uncounted. Returns when all of them have ended."""
         names = set(choose(self._context.configs, queues))
         for queue in names:
             self._context.claimer.capacity.leave(queue)
@@ -211,7 +209,7 @@ class Worker:
 
 
 def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str]:
-    """The queues that are meant by names or patterns; a task's fail handler goes with it."""
+    """The queues that match names or patterns, each task with the queue of its fail handler."""
     names = list(known)
     tasks = [name for name in names if not name.endswith(FAILED_SUFFIX)]
     if not tasks:
@@ -219,6 +217,6 @@ def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str
     patterns = ["*"] if queues is None else [queues] if isinstance(queues, str) else list(queues)
     for pattern in patterns:
         if not fnmatch.filter(tasks, pattern):
-            raise OptionError(f"no task is named like {pattern!r:.80}: there are {', '.join(tasks)}")
+            raise OptionError(f"no task matches {pattern!r:.80}: the app has {', '.join(tasks)}")
     chosen = {name for name in tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
     return [name for name in names if name.removesuffix(FAILED_SUFFIX) in chosen]

@@ -1,7 +1,7 @@
-"""The life of one child process, as its parent sees it: started, greeted, given runs, retired, killed.
+"""One child process as its parent sees it: started, given runs, retired, killed.
 
-A child with a run that does not stop is to be killed: it takes no more runs, and is killed when its healthy runs are
-over, or it does not answer, or `drain_grace` has passed. Its runs are reported as finished when it is certainly dead.
+A child with a run that does not stop takes no more runs. It is killed when its other runs have ended, or it does not
+answer, or `drain_grace` has passed. Its runs are reported as finished only when the process is certainly dead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 START_S = 60.0
 """How long a child may take to import the app."""
 IDLE_PINGS = 4
-"""A child in which nothing runs is pinged at every fourth check."""
+"""A child without runs is pinged at every fourth check."""
 UNRESPONSIVE_S = 1.0
 """A child that has not answered for this long gets no new runs, and is killed if that is pending."""
 LOST_S = 5.0
-"""A child that has not answered for this long, and has begun no run, is replaced."""
+"""A child that has not answered for this long, and has begun none of its runs, is replaced."""
 PART_S = 10.0
-"""The rest of a frame is waited for this long."""
+"""How long to wait for the rest of a frame."""
 LEAVE_S = 5.0
-"""How long a child may take to close what the app has opened."""
+"""How long a child may take to close the app and exit."""
 EXIT_S = 0.1
-"""A child whose connection ended is about to exit, or a handler has closed it: this long we look which."""
+"""How long to wait for the exit of a child whose connection has ended: a handler may have closed it instead."""
 
 log = logging.getLogger("holdfast.worker")
 
@@ -47,44 +47,43 @@ class ChildStartError(HoldfastError):
 class ChildState(Enum):
     STARTING = auto()
     OPEN = auto()
-    """It takes runs."""
+    """The child takes runs."""
     RETIRING = auto()
-    """It takes no more runs, and exits when those it has are over."""
+    """The child takes no more runs, and exits when those it has are over."""
     OVER = auto()
-    """It has ended, or is about to be killed."""
+    """The child has ended, or is about to be killed."""
 
 
 class ChildHandle:
     def __init__(self, number: int, pool: Pool, begin: Begin, *, spare: bool) -> None:
         self.number = number
         self.spare = spare
-        """It is for isolated runs, one at a time."""
+        """The child is for isolated runs, one at a time."""
         self.state = ChildState.STARTING
         self.hello: Hello | None = None
         self.failure: HoldfastError | None = None
-        """Why it could not start."""
+        """Why the child could not start."""
+        self.process: Process
         self.runs: dict[int, Run] = {}
         self.taken = 0
-        """Runs that it was given."""
+        """Number of runs that the child was given."""
         self.to_be_replaced = False
-        """It takes runs until its successor is ready, and retires then."""
+        """The child takes runs until its successor is ready, and retires then."""
         self.killed = False
-        """We ended it, and it did not crash."""
+        """The worker ended the child: it did not crash."""
         self.idle_since = 0.0
         self._begin = begin
         self._pool = pool
-        self._answer: Hello | messages.Broken | None = None
         self._kill_pending_at: float | None = None
-        """Since when it has had a run that does not stop."""
-        self._leaving_at: float | None = None
+        """When a run of this child first failed to stop."""
+        self._leaving = False
         self._pinged_at: float | None = None
-        """When it was asked something that it has not answered."""
+        """When the child was sent the ping that it has not answered."""
         self._executing = (0, 0)
-        """The run that its loop executed at the last check, and which turn of it."""
+        """The run that the child's loop executed at the last check, and the number of its step."""
         self._cause = ""
-        self._misbehaved = False
+        """Why the child is over, if it is known before the process has ended."""
         self._changed = asyncio.Event()
-        self.process = Process("holdfast._worker.processes.child_main", begin.worker)
         self._channel: ChildChannel[FromChild] = ChildChannel(FromChild, self)
         self.send = self._channel.send
 
@@ -94,8 +93,8 @@ class ChildHandle:
 
     @property
     def crashed(self) -> bool:
-        """It ended, and neither we nor it wanted that."""
-        return not self.killed and self._leaving_at is None
+        """The child ended although it was neither killed nor asked to leave."""
+        return not self.killed and not self._leaving
 
     def is_unresponsive(self, now: float) -> bool:
         return self._pinged_at is not None and now >= self._pinged_at + UNRESPONSIVE_S
@@ -103,42 +102,38 @@ class ChildHandle:
     # From start to end
 
     async def live(self) -> None:
+        """Start the process, and return when it is gone and its runs are reported."""
+        try:
+            self.process = Process("holdfast._worker.processes.child_main", self._begin.worker)
+        except OptionError as error:
+            self.failure = error
+            return
+        except OSError as error:
+            self.failure = ChildStartError(f"a child process could not be started: {error}")
+            return
         try:
             self.process.watch(self.end)
             await self._channel.connect(self.process.end)
             self.send(self._begin)
-            self.hello = await self._greeting()
-            self._channel.limit = frame_limit(self.hello.max_payload)
-            self.idle_since = _now()
-            log.info("child %d is ready%s", self.process.pid, ", for suspects" if self.spare else "")
-            self._move(ChildState.OPEN)
-            await wait_until(self._changed, lambda: self.state is ChildState.OVER)
-        except HoldfastError as error:
-            self.failure, self.killed = error, True
-        except BaseException:  # The pool is cancelled: nothing may be left of it, and there may be no time to wait.
+            try:
+                async with asyncio.timeout(START_S):
+                    await wait_until(self._changed, lambda: self.state is not ChildState.STARTING or bool(self.failure))
+            except TimeoutError:
+                self.end(f"it was not ready within {START_S:g} s")
+            await wait_until(self._changed, lambda: self.state is ChildState.OVER or bool(self.failure))
+        except BaseException:  # The pool is cancelled. There may be no time to wait for the end of the process.
             self.kill()
             self.process.kill()
             raise
         finally:
             how = await self.process.kill_and_wait(0.0 if self.killed else EXIT_S)
             self.end()
-            self._account_for_runs(self._cause if self._misbehaved else how or self._cause)
+            why = self._cause or how or "it closed its connection"
+            if self.hello is None and self.failure is None:
+                self.failure = ChildStartError(f"a child process could not load {self._begin.target}: {why}")
+            self._report_runs(why)
             self._channel.close()
             self.process.close()
-
-    async def _greeting(self) -> Hello:
-        """What it says of the app, once it has loaded it."""
-        try:
-            async with asyncio.timeout(START_S):
-                await wait_until(self._changed, lambda: self._answer is not None or self.state is ChildState.OVER)
-        except TimeoutError:
-            self.end(f"it was not ready within {START_S:g} s")
-        if isinstance(self._answer, messages.Broken):
-            raise (OptionError if self._answer.mistake else ChildStartError)(self._answer.message)
-        if self._answer is None or self.state is ChildState.OVER:
-            why = await self.process.kill_and_wait(EXIT_S) or self._cause
-            raise ChildStartError(f"a child process could not load {self._begin.target}: {why}")
-        return self._answer
 
     def _move(self, state: ChildState) -> None:
         self.state = state
@@ -146,26 +141,22 @@ class ChildHandle:
         self._pool.child_moved(self)
 
     def end(self, cause: str = "") -> None:
-        """It is over. The first cause counts."""
+        """The child is over. The first cause counts."""
         if self.state is not ChildState.OVER:
             self._cause = cause
             self._move(ChildState.OVER)
 
-    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
-        """It has exited, or a handler has closed its connection; or it has misbehaved, and that is why it is over,
-        however it ends now."""
-        self._misbehaved = self._misbehaved or (misbehaved and self.state is not ChildState.OVER)
-        self.end(why)
+    channel_ended = end
 
     def kill(self) -> None:
-        """End it. Its runs are reported when it is dead."""
+        """Kill the child. Its runs are reported when it is dead."""
         self.killed = True
         self.end()
 
-    def _account_for_runs(self, why: str) -> None:
-        """It is certainly dead: report how each of its runs ended."""
-        if self.crashed or (self.runs and not self.killed):
-            log.error("child %d has died with %d runs: %s", self.process.pid, len(self.runs), why)
+    def _report_runs(self, why: str) -> None:
+        """The process is certainly dead: report how each of its runs ended."""
+        if self.failure is None and (self.crashed or (self.runs and not self.killed)):
+            log.error("child %d died with %d runs: %s", self.process.pid, len(self.runs), why)
         error = JobError(type="Crashed", kind="stall", message=f"its process died: {why}")
         probe = self.process.probe
         blamed = self.runs.get(self._executing[0]) if self._executing == probe.read() else None
@@ -173,33 +164,39 @@ class ChildHandle:
             begun = probe.has_begun(number)
             self._finished(number, _ended_with_process(run, error, blamed, begun=begun, killed=self.killed))
 
-    # Going
+    # Leaving
 
     def retire(self) -> None:
-        """Give it no more runs, and have it exit when those it has are over."""
-        if self.state in (ChildState.STARTING, ChildState.OPEN):
+        """Give the child no more runs, and have it exit when those it has are over."""
+        if self.open:
             self._move(ChildState.RETIRING)
         self._check_retired(_now())
 
     def kill_soon(self) -> None:
-        """Kill it when that costs least: one of its runs does not stop."""
+        """Kill the child, which has a run that does not stop, as soon as that harms no other run."""
         if self._kill_pending_at is None:
             self._kill_pending_at = _now()
-            log.warning("child %d has a run that does not stop: it is replaced", self.process.pid)
+            log.warning("child %d has a run that does not stop: replacing the child", self.process.pid)
         self.retire()
 
     def leave(self) -> None:
-        """Have it close what it has opened, and exit."""
+        """Have the child close the app and exit; kill it if it does not within `LEAVE_S`."""
         if self.hello is None:
             self.kill()
-        elif self._leaving_at is None and self.state is not ChildState.OVER:
-            self._leaving_at = _now()
+        elif not self._leaving and self.state is not ChildState.OVER:
+            self._leaving = True
             self.send(messages.Leave())
-            if self.state is ChildState.OPEN:
+            asyncio.get_running_loop().call_later(LEAVE_S, self._kill_if_late)
+            if self.open:
                 self._move(ChildState.RETIRING)
 
+    def _kill_if_late(self) -> None:
+        if self.state is not ChildState.OVER:
+            log.warning("child %d did not exit within %g s: killing it", self.process.pid, LEAVE_S)
+            self.kill()
+
     def _check_retired(self, now: float) -> None:
-        """If it retires: is it time to exit, or to be killed?"""
+        """Have a retiring child leave, or kill it, if it is time."""
         if self.state is not ChildState.RETIRING:
             return
         if not self.runs:
@@ -208,25 +205,22 @@ class ChildHandle:
             overdue = sum(run.overdue for run in self.runs.values())
             late = now >= self._kill_pending_at + self._pool.settings.drain_grace_s
             if overdue == 0:
-                self._kill_pending_at = None  # It ended after all.
+                self._kill_pending_at = None  # The run has ended after all.
             elif overdue == len(self.runs) or late or self.is_unresponsive(now):
                 self.kill()
-        if self._leaving_at is not None and now >= self._leaving_at + LEAVE_S:
-            log.warning("child %d does not leave: it is killed", self.process.pid)
-            self.kill()
 
     def check(self, number: int, now: float) -> None:
-        """Every quarter of a second: does it answer, and which run does it execute?"""
+        """Every quarter of a second: see whether the child answers, and which run it executes."""
         if self.hello is None or self.state is ChildState.OVER:
             return
         self._executing, has_begun = self.process.probe.read(), self.process.probe.has_begun
         if self._channel.part_since is not None and now >= self._channel.part_since + PART_S:
-            self.channel_ended("it sent half a frame, and no more", misbehaved=True)
+            self.end("it sent an incomplete frame")
         elif self._pinged_at is None and (self.runs or not self.open or number % IDLE_PINGS == 0):
             self._pinged_at = now
             self.send(messages.Ping())
         elif self._pinged_at is not None and now >= self._pinged_at + LOST_S and not any(map(has_begun, self.runs)):
-            log.warning("child %d does not answer, and has nothing to do: it is replaced", self.process.pid)
+            log.warning("child %d does not answer, and has begun no run: replacing it", self.process.pid)
             self.kill()
         self._check_retired(now)
 
@@ -257,9 +251,16 @@ class ChildHandle:
                 case messages.Pong(memory):
                     self._pinged_at = None
                     self._pool.child_answered(self, memory)
-                case Hello() | messages.Broken():
-                    self._answer = self._answer or message
-                    self._changed.set()
+                case Hello() if self.state is ChildState.STARTING:
+                    self.hello = message
+                    self._channel.limit = frame_limit(message.max_payload)
+                    log.info("child %d is ready%s", self.process.pid, ", for isolated runs" if self.spare else "")
+                    self._move(ChildState.OPEN)
+                case messages.Broken(text, mistake) if self.hello is None:
+                    self.failure = (OptionError if mistake else ChildStartError)(text)
+                    self._changed.set()  # It counts as starting until it is gone: no other child starts meanwhile.
+                case _:
+                    pass  # Sent by a handler: it can write to any file descriptor of its process.
         now = _now()
         if not self.runs:
             self.idle_since = now
@@ -267,19 +268,19 @@ class ChildHandle:
 
     def _finished(self, number: int, ended: Ended) -> None:
         run = self.runs.pop(number, None)
-        if run is not None:  # Else it is not one of its runs: a process in which a handler ran may send anything.
+        if run is not None:  # A process in which a handler ran may send any number.
             self._pool.finished(run, ended)
 
     def unsendable(self, message: Any, error: Exception) -> None:
-        """A job cannot be sent: it would not be possible a second time."""
+        """A message cannot be sent. A job fails then: it would fail again in any other child."""
         if isinstance(message, messages.Start):
-            refused = JobError(type="PayloadRejected", kind="permanent", message=f"it cannot reach a child: {error}")
-            self._finished(message.number, Raised(refused))
+            text = f"the job cannot be sent to a child process: {error}"
+            self._finished(message.number, Raised(JobError(type="PayloadRejected", kind="permanent", message=text)))
 
 
 def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun: bool, killed: bool) -> Ended:
-    """How a run ended whose process is dead: it had not begun, or was stopped, or a neighbour was the reason, or it is
-    not known. In a process whose loop was blocked by one run, none of the others could end in time."""
+    """How a run ended whose process is dead. `blamed` is the run that blocked the loop: no other run of that process
+    could end in time, so none of them is charged with a timeout."""
     if not begun and run.stopping in (None, "timeout") and not run.config.policy.at_most_once:
         return Stopped("not_started")
     if run.stopping == "timeout":

@@ -1,7 +1,7 @@
 """The program of a child process: load the app, run jobs, report when a run is finished. `pool.py` starts it.
 
-Handlers run as in any worker (`inline.Runner`). There is no connection to the storage until a handler uses one. The
-child decides nothing: how long a run may take, and how it is settled, is decided by its parent.
+Handlers run as in any worker (`handler.Runner`). There is no connection to the storage until a handler uses one. The
+parent decides how long a run may take and how it is settled.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
 
 THREADS = 100
-"""As many as a child can have runs."""
+"""Most threads of a child: one for each run that it can have."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOOKS_S = 4.0
-"""How long hooks may take to hear the rest, when the child leaves."""
+"""How long hooks may take for the last events, when the child leaves."""
 
 log = logging.getLogger("holdfast")
 
@@ -65,7 +65,7 @@ def _probed_steps(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]
 
 
 async def _probed(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]) -> Ended:
-    """Await a run, and note in a probe when the loop executes it: should it block the loop, the parent sees which run
+    """Await a run, and note in a probe when the loop executes it: if it blocks the loop, the parent sees which run
     does."""
     return await _probed_steps(probe, number, run)
 
@@ -73,16 +73,16 @@ async def _probed(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]
 class ChildRuntime:
     def __init__(self, app: RunnableApp, probe: LoopProbe) -> None:
         self._parts = parts = app_parts(app)
-        self._handlers = {handler.queue: handler for handler in parts.handlers}
-        for handler in parts.handlers:
-            handler.check()
         self._leaving = asyncio.Event()
         self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
-        self._runner = Runner(parts.hooks, THREADS, self.finished, self.progressed, partial(_probed, probe))
+        self._runner = Runner(
+            parts.handlers, parts.hooks, THREADS, self.finished, self.progressed, partial(_probed, probe)
+        )
+        self._runner.check()
         self._hooks = HookDispatcher(parts.on_event, parts.hooks.report_error, on_threads=True)
 
     async def serve(self, end: socket.socket) -> None:
-        """Run jobs until the parent says `Leave`."""
+        """Run jobs until the parent sends `Leave`."""
         self._loop = asyncio.get_running_loop()
         await self._channel.connect(end)
         async with AsyncExitStack() as stack:
@@ -91,39 +91,36 @@ class ChildRuntime:
                 if self._parts.lifespan is not None:
                     self._runner.resources = await stack.enter_async_context(self._parts.lifespan())
             except Exception:
-                message = f"the app's lifespan could not be entered:\n{traceback.format_exc().rstrip()}"
+                message = f"the app's lifespan failed:\n{traceback.format_exc().rstrip()}"
                 self._channel.send(messages.Broken(message, mistake=True))
                 self._channel.flush()
                 return
             dispatching = asyncio.create_task(self._hooks.run())
-            self._greet()
+            parts = self._parts
+            self._channel.limit = messages.frame_limit(parts.max_payload)
+            hello = messages.Hello(
+                configs=[handler.config for handler in parts.handlers],
+                url=parts.url,
+                namespace=parts.namespace,
+                max_payload=parts.max_payload,
+                hooks=bool(parts.on_event),
+                error_hooks=bool(parts.hooks.errors),
+            )
+            self._channel.send(hello)
             try:
                 await self._leaving.wait()
             except asyncio.CancelledError:
-                _crash()  # A handler has cancelled every task. Its neighbours have not.
+                _crash()  # A handler has cancelled every task, those of other runs as well.
             await self._hooks.end(dispatching, HOOKS_S)
             self._runner.close()
-
-    def _greet(self) -> None:
-        parts = self._parts
-        self._channel.limit = messages.frame_limit(parts.max_payload)
-        hello = messages.Hello(
-            configs=[handler.config for handler in parts.handlers],
-            url=parts.url,
-            namespace=parts.namespace,
-            max_payload=parts.max_payload,
-            hooks=bool(parts.on_event),
-            error_hooks=bool(parts.hooks.errors),
-        )
-        self._channel.send(hello)
 
     def received(self, batch: list[ToChild]) -> None:
         for message in batch:
             match message:
                 case messages.Start(number, queue, job, id):
                     job = job if id is None else replace(job, id=id.decode("utf-8", "surrogateescape"))
-                    if queue in self._handlers:
-                        self._runner.start(number, self._handlers[queue], job)
+                    if queue in self._runner.handlers:
+                        self._runner.start(number, queue, job)
                     else:
                         self._channel.send(messages.Refused(number))
                 case messages.Stop(number, why):
@@ -142,68 +139,68 @@ class ChildRuntime:
         self._channel.send(Finished(number, ended))
 
     def progressed(self, number: int, progress: bytes) -> None:
-        """A run has new progress. From any thread."""
+        """A run has new progress. Called on any thread."""
         self._loop.call_soon_threadsafe(self._channel.send, messages.Progress(number, progress))
 
     def unsendable(self, message: Any, error: Exception) -> None:
-        """A result or an error cannot be sent. What msgpack cannot carry is most likely in the error's details."""
+        """A result or an error cannot be sent. Most likely msgpack cannot carry the details of the error."""
         if not isinstance(message, Finished):
             return
         ended = message.ended
         if isinstance(ended, Raised | TimedOut) and ended.error.details is not None:
             ended = replace(ended, error=replace(ended.error, details=None))
         else:
-            why = f"what it gave cannot be sent: {error}"
-            ended = Raised(JobError(type="PayloadRejected", kind="permanent", message=why))
+            text = f"the result cannot be sent to the worker: {error}"
+            ended = Raised(JobError(type="PayloadRejected", kind="permanent", message=text))
         self.finished(message.number, ended)
 
-    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
-        """The parent is gone, or a handler has closed our connection or written to it. This process ends, with the
+    def channel_ended(self, misbehaved: str = "") -> None:
+        """The parent is gone, or a handler has closed the connection or written to it. This process ends, with the
         processes that handlers have started."""
-        with suppress(ProcessLookupError):  # A handler has moved us to another group, which is none of our business.
+        with suppress(ProcessLookupError):  # A handler has moved this process to another group, which must live on.
             os.killpg(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _rebuilt(name: str, message: str) -> Exception:
-    """An error of the parent, as one of the same class if it is an error of Holdfast."""
+    """Make an error of the parent again, with the same class if it is an error of Holdfast."""
     kind = getattr(errors, name, HoldfastError)
     try:
         error: Exception = kind(message)
-    except TypeError:  # It takes more than a message.
+    except TypeError:  # The class takes more than a message.
         return HoldfastError(message)
     return error
 
 
-def _let_it_pass(number: int, frame: object) -> None:
-    """A terminal, or a service manager, signals the whole tree. Our parent gets the signal, too, and ends us."""
+def _ignore(number: int, frame: object) -> None:
+    """Ignore a signal. A terminal or a service manager signals the whole tree; the parent gets it too, and ends us."""
 
 
 def _crash() -> NoReturn:
-    """End at once, before anything more is said: what other runs would say now is not of their own doing."""
+    """Exit at once, before other runs report an end that this run has caused."""
     traceback.print_exc()
     os._exit(1)
 
 
 def _take_signals() -> None:
-    """Let signals pass us by; but what a handler forks is ended by them, as any process. One that comes while it is
-    being forked is kept until it is seen to."""
+    """Ignore signals in this process, but not in processes that a handler forks: signals that come during a fork are
+    held back until the new process has its default handlers."""
     for number in SIGNALS:  # Not SIG_IGN: programs that handlers start would inherit that.
-        signal.signal(number, _let_it_pass)
+        signal.signal(number, _ignore)
     mask = threading.local()
 
-    def hold() -> None:
+    def block() -> None:
         mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def go_on() -> None:
+    def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
 
-    def be_like_any() -> None:
+    def restore_defaults() -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        go_on()
+        unblock()
 
-    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=be_like_any)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_defaults)
 
 
 def main() -> None:
@@ -219,19 +216,19 @@ def main() -> None:
         return
     try:
         if begin.version != VERSION:
-            raise HoldfastError(f"the worker is of release {begin.version}, this is {VERSION}: restart the worker")
+            raise HoldfastError(f"the worker has version {begin.version}, its child has {VERSION}: restart the worker")
         if begin.logs is not None:
             set_up_logging(begin.logs)
         sys.path[:] = begin.path
         app = import_app(begin.target, RunnableApp)  # type: ignore[type-abstract]
         child = ChildRuntime(app, probe)
     except HoldfastError as error:
-        end.sendall(messages.encode([messages.Broken(str(error), isinstance(error, OptionError))])[0])
+        end.sendall(messages.encode([messages.Broken(str(error), isinstance(error, OptionError))]))
         sys.exit(1)
     with asyncio.Runner() as runner:
         try:
             runner.run(child.serve(end))
-        except BaseException:  # A handler has broken the loop. To end it in good order would cancel its neighbours.
+        except BaseException:  # A handler has broken the loop. A regular end would cancel the other runs.
             _crash()
 
 

@@ -1,7 +1,7 @@
 """Messages between a worker and its child processes: msgpack frames over a socket pair. Nothing is pickled.
 
-A frame is its length in four bytes and a list of messages. Whatever does not decode, or is too long, breaks the link: a
-handler can write to any file descriptor of its process.
+A frame is its length in four bytes and a list of messages. Bytes that do not decode, or a frame that is too long, end
+the channel: a handler can write to any file descriptor of its process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast._core.retry_policy import Ended, QueueConfig, StopReason
 from holdfast._worker.telemetry import Logs, RunEvent
 
 MAX_FRAME_BYTES = 1 << 26
-"""64 MiB, or what one payload of the largest size needs: `frame_limit`."""
+"""Largest frame, 64 MiB, unless the storage allows payloads that need more: see `frame_limit`."""
 _LENGTH = struct.Struct("!I")
 
 
@@ -42,13 +42,13 @@ class Begin(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Run a job. `number` stands for this run from now on."""
+    """Run a job. `number` identifies this run in later messages."""
 
     number: int
     queue: str
     job: Job
     id: bytes | None
-    """The job's id, if it is not text: then the job has none. See `without_odd_id`."""
+    """The job's id, if it is not text; the id of `job` is empty then. See `without_odd_id`."""
 
 
 class Stop(Message, frozen=True):
@@ -67,24 +67,24 @@ class Happened(Message, frozen=True):
 
 class HookError(Message, frozen=True):
     error: str
-    """The name of its class."""
+    """Name of the error's class."""
     message: str
     where: str
 
 
 class Leave(Message, frozen=True):
-    """Close what you have opened, and exit."""
+    """Close the app, and exit."""
 
 
 # From a child
 
 
 class Hello(Message, frozen=True):
-    """The app is loaded: this is what it runs, and where its jobs are."""
+    """The app is loaded: the queues that it runs, and the storage of its jobs."""
 
     configs: list[QueueConfig]
     url: str | None
-    """None if the app was given an open storage instead of a URL."""
+    """URL of the storage; None if the app was given an open storage instead."""
     namespace: str
     max_payload: int | None
     hooks: bool
@@ -94,7 +94,7 @@ class Hello(Message, frozen=True):
 class Broken(Message, frozen=True):
     message: str
     mistake: bool
-    """It is the user's, not ours."""
+    """The user's code or options are wrong, not Holdfast."""
 
 
 class Finished(Message, frozen=True):
@@ -103,7 +103,7 @@ class Finished(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """This child knows no such queue: its code is older, or newer."""
+    """The child has no such queue: its code is older or newer than the worker's."""
 
     number: int
 
@@ -128,36 +128,32 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def without_odd_id(value: V) -> tuple[V, bytes | None]:
-    """An id may be any bytes, and msgpack carries only text as text: such an id travels beside its job."""
+    """Take an id that is not text out of a job or event, as bytes: msgpack cannot carry it as text."""
     if value.id.isascii():
         return value, None
     return replace(value, id=""), value.id.encode("utf-8", "surrogateescape")
 
 
 def frame_limit(max_payload: int | None) -> int:
-    """A record may have a payload, a next one and an earlier result."""
+    """Largest frame for this payload limit: a record may have a payload, a next payload and an earlier result."""
     return max(MAX_FRAME_BYTES, 4 * (max_payload or 0))
 
 
-def encode(messages: list[Any], limit: int = MAX_FRAME_BYTES) -> list[bytes]:
-    """Frames that carry these messages, as few as there can be. One message that is too long for a frame is an
-    OverflowError."""
+def encode(messages: list[Any], limit: int = MAX_FRAME_BYTES) -> bytes:
+    """Encode messages as one frame. Raises OverflowError if it is longer than `limit`."""
     data = _encoder.encode(messages)
-    if len(data) <= limit:
-        return [_LENGTH.pack(len(data)) + data]
-    if len(messages) == 1:
+    if len(data) > limit:
         raise OverflowError(f"{len(data)} bytes do not fit into a frame of {limit}")
-    middle = len(messages) // 2
-    return encode(messages[:middle], limit) + encode(messages[middle:], limit)
+    return _LENGTH.pack(len(data)) + data
 
 
 class ChannelOwner(Protocol[M]):
-    """Gets what happens on one end of a channel."""
+    """The object that a channel reports to."""
 
     def received(self, messages: list[M], /) -> None:
         """Messages have come, in order."""
 
-    def channel_ended(self, why: str, *, misbehaved: bool) -> None:
+    def channel_ended(self, misbehaved: str = "", /) -> None:
         """The connection has ended, or the other end has `misbehaved`: it has sent bytes that are not a frame."""
 
     def unsendable(self, message: Any, error: Exception, /) -> None:
@@ -165,8 +161,7 @@ class ChannelOwner(Protocol[M]):
 
 
 class ChildChannel(asyncio.Protocol, Generic[M]):
-    """One end of a socket pair, on an event loop. Messages that are sent within one turn of the loop travel
-    together."""
+    """One end of a socket pair, on an event loop. Messages sent within one turn of the loop share a frame."""
 
     def __init__(self, reads: Any, owner: ChannelOwner[M]) -> None:
         """`reads` is the union of the messages that come from the other end."""
@@ -177,7 +172,7 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         self._buffer = bytearray()
         self._out: list[Any] = []
         self.part_since: float | None = None
-        """Since when nothing has come of the rest of a frame."""
+        """When the last bytes of an incomplete frame came."""
 
     async def connect(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -192,21 +187,22 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         self._out.append(message)
 
     def flush(self) -> None:
-        """Send what waits. Messages that travel with one that cannot be sent are not lost."""
+        """Send the waiting messages now."""
         out, self._out = self._out, []
-        if not out or self._transport is None or self._transport.is_closing():
-            return
+        if out and self._transport is not None and not self._transport.is_closing():
+            self._write(self._transport, out)
+
+    def _write(self, transport: asyncio.Transport, messages: list[Any]) -> None:
+        """Write messages as one frame, or in halves if that is not possible: one bad message must not cost others."""
         try:
-            frames = encode(out, self.limit)
+            transport.write(encode(messages, self.limit))
         except (OverflowError, TypeError, ValueError, RecursionError) as error:
-            if len(out) == 1:
-                self._owner.unsendable(out[0], error)
-            for message in out if len(out) > 1 else ():
-                self._out.append(message)
-                self.flush()
-        else:
-            for frame in frames:
-                self._transport.write(frame)
+            if len(messages) == 1:
+                self._owner.unsendable(messages[0], error)
+                return
+            middle = len(messages) // 2
+            self._write(transport, messages[:middle])
+            self._write(transport, messages[middle:])
 
     def close(self) -> None:
         if self._transport is not None:
@@ -226,7 +222,7 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
             try:
                 messages = self._decoder.decode(self._buffer[at + _LENGTH.size : end])
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self._fail(f"it sent what is no frame ({error})")
+                self._fail(f"it sent bytes that are not a frame ({error})")
                 return
             at = end
             self._owner.received(messages)
@@ -234,28 +230,22 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         self.part_since = asyncio.get_running_loop().time() if self._buffer else None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        why = "it closed its connection" if exc is None else f"its connection broke ({exc})"
-        self._owner.channel_ended(why, misbehaved=False)
+        self._owner.channel_ended()
 
     def _fail(self, why: str) -> None:
         self._buffer.clear()
         self.part_since = None
-        self._owner.channel_ended(why, misbehaved=True)
+        self._owner.channel_ended(why)
         self.close()
 
 
 def receive(end: socket.socket, reads: Any) -> Any:
-    """The first message, before there is an event loop."""
-    (size,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
-    (message,) = msgspec.msgpack.decode(_exactly(end, size), type=list[reads])
+    """Receive the first message, before there is an event loop. Its sender must wait for a reply: bytes after it may be
+    lost. Raises EOFError if the sender is gone."""
+    try:
+        with end.makefile("rb") as file:
+            (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            (message,) = msgspec.msgpack.decode(file.read(size), type=list[reads])
+    except (struct.error, msgspec.DecodeError) as error:
+        raise EOFError from error
     return message
-
-
-def _exactly(end: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = end.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data

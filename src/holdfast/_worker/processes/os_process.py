@@ -1,8 +1,8 @@
-"""Child processes that can be killed for certain, and that never outlive their parent.
+"""Child processes that can always be killed, and that never outlive their parent.
 
-Each is the head of a process group of its own, so that what a handler has started dies with it. On Linux the kernel
-itself kills the group when the parent is gone, whatever the child is doing; elsewhere the child sees that its
-connection ended. `LoopProbe` shows the parent which run the event loop of a child executes.
+Each child leads its own process group, so that processes started by a handler die with it. On Linux the kernel kills
+the group when the parent is gone, whatever the child does; elsewhere the child notices that its connection has ended.
+`LoopProbe` shows the parent which run the event loop of a child executes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from holdfast.errors import OptionError
 
 F_SEAL_FUTURE_WRITE = 0x10
 GROUP_POLLS, GROUP_POLL_S = 100, 0.01
-"""How often to check whether the last process of a killed group is gone, and the pause between two checks."""
+"""How often to check whether the last process of a killed group is gone, and the pause between checks."""
 
 _in_child = False
 
 
 def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
-    """Have the kernel kill a process group when this process is gone, however it goes: how to call that off.
+    """Have the kernel kill a process group when this process ends, however it ends. Returns how to cancel that.
 
-    A pipe of which we hold both ends signals the group when its write end is closed and its read end is not: that is,
-    when the kernel closes our files, in an order of its own. So there are two, one for either order. Nothing of it is
-    in the child, where a handler could close it; and no code has to run there, so it also ends what is stuck in C.
+    A pipe of which this process holds both ends signals the group if its write end is closed before its read end. The
+    kernel chooses the order in which it closes the files of a process, so there are two pipes, one for each order. The
+    child has no part in this: a handler cannot close the pipes, and a child that is stuck in C code dies as well.
     """
     if sys.platform != "linux":
         return lambda: None
@@ -48,26 +48,26 @@ def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
         fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
     except ProcessLookupError:
-        pass  # It has ended already.
+        pass  # The group has ended already.
     except BaseException:
         os.close(read)
         os.close(write)
         raise
 
-    def call_off() -> None:
-        os.close(read)  # First: the other way round it would signal.
+    def cancel() -> None:
+        os.close(read)  # In the other order the kernel would signal the group.
         os.close(write)
 
-    return call_off
+    return cancel
 
 
 class Process:
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. `name` is shown by ps. The child gets two file descriptors, its end of the
-        socket pair and the memory of its probe, and its parent's process id."""
+        """Start `python -m module`. The arguments of the child are two file descriptors, its end of the socket pair and
+        the memory of its probe, the process id of its parent, and `name`, for ps."""
         if _in_child:
             raise OptionError(
-                "a child process starts no children: put what starts the worker under `if __name__ == '__main__':`"
+                "a child process cannot start children: start the worker under `if __name__ == '__main__':`"
             )
         self._exited = asyncio.Event()
         with ExitStack() as ours, ExitStack() as theirs:
@@ -97,6 +97,8 @@ class Process:
             self._ours = ours.pop_all()
 
     def watch(self, exited: Callable[[], None]) -> None:
+        """Call `exited` on this event loop when the process has ended."""
+
         def end() -> None:
             self._exited.set()
             exited()
@@ -123,13 +125,13 @@ class Process:
         """Kill the process and all of its group, whatever they are doing."""
         if self._process.returncode is None:  # Until it is reaped, no other process can have its number.
             with suppress(ProcessLookupError, PermissionError):
-                # It may have left its group. On macOS one of which only a zombie is left may not be signalled.
+                # It may have left its group. macOS does not let us signal a group of which only a zombie is left.
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
 
     async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
-        """Kill it, unless it ends by itself in time, and return when it is certainly gone: how it ended, if that was by
-        itself."""
+        """Kill the process, unless it ends within `patience_s`, and wait until its whole group is gone. Returns how it
+        ended, or None if it was killed here."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._exited.wait()
@@ -137,7 +139,10 @@ class Process:
         self.kill()
         await self._exited.wait()
         self._process.wait()
-        await self._until_group_is_gone()
+        for _ in range(GROUP_POLLS):  # The others of the group are not our children: we cannot wait for them.
+            if not _group_lives(self.pid):
+                break
+            await asyncio.sleep(GROUP_POLL_S)
         return exit_reason(self._process.returncode) if by_itself else None
 
     def close(self) -> None:
@@ -147,16 +152,9 @@ class Process:
             self._pidfd = None
         self._ours.close()
 
-    async def _until_group_is_gone(self) -> None:
-        """Those in the group are not our children: we cannot wait for them, only look."""
-        for _ in range(GROUP_POLLS):
-            if not _group_lives(self.pid):
-                return
-            await asyncio.sleep(GROUP_POLL_S)
-
 
 def _group_lives(number: int) -> bool:
-    """Is a process left in a group? Zombies do not count: in a container they may never be reaped."""
+    """Whether a process is left in a group. Zombies do not count: in a container they may never be reaped."""
     try:
         os.killpg(number, 0)
     except OSError:
@@ -169,14 +167,14 @@ def _group_lives(number: int) -> bool:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, _, group = file.read().rpartition(b")")[2].split()[:3]
             except OSError:
-                continue  # It has just ended.
+                continue  # The process has just ended.
             if int(group) == number and state not in (b"Z", b"X"):
                 return True
     return False
 
 
 def _pidfd(pid: int) -> int | None:
-    """What becomes readable when the process ends; None where there is no such thing."""
+    """A file descriptor that becomes readable when the process ends; None if the system has none."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -200,52 +198,54 @@ def exit_reason(returncode: int | None) -> str:
 
 
 class LoopProbe:
-    """Shows which run an event loop executes, and which it has begun, in memory that parent and child share: the parent
-    can read it when the loop is blocked, and when the process is dead.
+    """Shows which run an event loop executes, and which runs have begun, in memory that parent and child share. The
+    parent can read it while the loop is blocked, and after the process has died.
 
-    The memory is sealed: a handler that writes to every file descriptor, or truncates it, must not change what it
-    shows. Where there are no seals (Linux has them) there is no page, and nothing is known.
+    The memory is sealed: a handler that writes to every file descriptor, or truncates it, cannot change it. Where there
+    are no seals (only Linux has them), the memory is not shared, and every run counts as begun.
     """
 
     SIZE = 24
 
     def __init__(self, page: mmap.mmap | None) -> None:
         self._page = page
-        self._now = None if page is None else memoryview(page).cast("Q")
+        self._now = memoryview(bytearray(self.SIZE) if page is None else page).cast("Q")
+        """The run that is executed now, the number of steps so far, and the newest run that has begun."""
 
     def begin(self, number: int) -> None:
-        """The loop begins to execute run `number`. Runs have rising numbers, and begin in that order."""
+        """The loop begins a step of run `number`. Runs have rising numbers, and begin in that order."""
         now = self._now
-        if now is not None:
-            now[1] += 1
-            now[0] = number
-            if number > now[2]:
-                now[2] = number
+        now[1] += 1
+        now[0] = number
+        if number > now[2]:
+            now[2] = number
 
     def end(self) -> None:
-        if self._now is not None:
-            self._now[0] = 0
+        self._now[0] = 0
 
     def read(self) -> tuple[int, int]:
-        """The run whose step is going on, 0 if none is; and which step that is."""
-        return (0, 0) if self._now is None else (self._now[0], self._now[1])
+        """The run that is executed now, or 0, and the number of its step."""
+        return self._now[0], self._now[1]
 
     def has_begun(self, number: int) -> bool:
-        """Has this run begun? True where that is not known."""
-        return self._now is None or number <= self._now[2]
+        """Whether this run has begun. True where that is not known."""
+        return number <= self._now[2]
+
+    def count_all_as_begun(self) -> LoopProbe:
+        self.begin(2**63)
+        self.end()
+        return self
 
     def close(self) -> None:
-        if self._now is not None and self._page is not None:
-            self._now.release()
+        self._now.release()
+        if self._page is not None:
             self._page.close()
-            self._now = self._page = None
 
 
 def create_probe() -> tuple[int, LoopProbe]:
-    """In the parent: memory to share with a child, as a file descriptor to give it (-1 if there can be none) and as
-    what is read from it."""
+    """Make the parent's probe, and the file descriptor of its memory for the child; -1 if it cannot be shared."""
     if sys.platform != "linux":
-        return -1, LoopProbe(None)
+        return -1, LoopProbe(None).count_all_as_begun()
     import fcntl
 
     page = os.memfd_create("holdfast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -259,7 +259,7 @@ def create_probe() -> tuple[int, LoopProbe]:
 
 
 def attach_probe(page: int) -> LoopProbe:
-    """In the child: the page to write to, which from now on is written to in no other way."""
+    """Make the child's probe. From now on its memory cannot be written to in any other way."""
     if page < 0 or sys.platform != "linux":
         return LoopProbe(None)
     import fcntl
@@ -267,10 +267,9 @@ def attach_probe(page: int) -> LoopProbe:
     probe = LoopProbe(mmap.mmap(page, LoopProbe.SIZE))
     try:
         fcntl.fcntl(page, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-    except OSError:  # An old kernel. What could be overwritten is not to be relied on.
-        probe.begin(2**63)  # From now on every run counts as begun.
-        probe.end()
-        probe.close()
+    except OSError:  # The kernel is too old to seal it. Memory that handlers could change shows nothing.
+        probe.count_all_as_begun().close()
+        probe = LoopProbe(None)
     os.close(page)
     return probe
 
@@ -279,7 +278,7 @@ def attach_probe(page: int) -> LoopProbe:
 
 
 def is_child_of(parent: int) -> None:
-    """Note that this process is a child. It ends here if its parent is gone already."""
+    """Remember that this process is a child, and exit if its parent is gone already."""
     global _in_child
     _in_child = True
     if os.getppid() != parent:
@@ -287,6 +286,7 @@ def is_child_of(parent: int) -> None:
 
 
 def memory() -> int:
+    """Bytes that this process has in memory; where that is not known, the most it has had."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
