@@ -16,6 +16,7 @@ from typing import Any
 
 from holdfast._core.clock import Clock
 from holdfast.errors import StorageFull, StorageUnavailable
+from holdfast.storage.base import QueueDamaged
 from holdfast.storage.redis.connection import ServerConnection
 from holdfast.storage.redis.raw import Argument, Deliver, NodeAddress, Reply, ServerError
 from holdfast.storage.redis.script import SOURCES, Library, layout_error
@@ -231,9 +232,7 @@ class Calls:
                 return layout_error(f"a queue of {name}", str(error).split()[1])
             case "HOLDFAST_METADATA":
                 queue = str(error).split()[1].partition("/")[2].replace("}", "", 1)
-                return StorageUnavailable(
-                    f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
-                )
+                return QueueDamaged(queue)
             case "HOLDFAST_SUPERSEDED":
                 return StorageUnavailable(
                     f"a later call of this client reached {name} first: is it shared between processes?"
