@@ -96,7 +96,7 @@ async def test_a_mistake_gets_one_line_and_status_2_and_stores_nothing(run: Run,
     for told, (words, part) in zip(run.each(*(words for words, _ in mistakes)), mistakes, strict=True):
         assert told.says_no(2, part), words
         assert harmless(told.err)
-    assert run("enqueue", "emails", "-", "--raw", stdin=b"x" * 1_048_577).says_no(2, "at most 1048576 are taken")
+    assert run("enqueue", "emails", "-", "--raw", stdin=b"x" * 1_048_577).says_no(2, "at most 1048576 are allowed")
     assert run("enqueue", "emails", "-", stdin="[" * 100_000).says_no(2, "JSON")
     assert (await app.queue("emails").stats()).ready == 0
 

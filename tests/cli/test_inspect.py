@@ -435,7 +435,7 @@ async def test_broken_settings_are_a_mistake_and_are_named(run: Run, tmp_path: P
         (f'[tool.holdfast]\nurl = ["redis://u:{SECRET}@h"]\n'.encode(), "url is text"),
         (b'tool = "x"\n', "is a table"),
         (b"[tool]\nholdfast = 3\n", "is a table"),
-        (b'[tool.holdfast]\nurl = "nosuch://x"\n', "has no scheme that is known"),
+        (b'[tool.holdfast]\nurl = "nosuch://x"\n', "has an unknown scheme"),
     ]
     bare: dict[str, str | None] = {"HOLDFAST_URL": None, "HOLDFAST_NAMESPACE": None}
     for number, (text, part) in enumerate(broken):

@@ -40,6 +40,7 @@ class Harness(Protocol):
 
 async def _tag_local_record(storage: Storage, queue: str, id: str, entries: Extension) -> None:
     def tag(engine: Engine) -> None:
+        engine.table.open(queue)
         job = engine.table.load(queue, [id]).get(id)
         if job is not None:
             engine.table.write(queue, [Change(id, job, replace(job, extension=entries))], [])

@@ -7,7 +7,7 @@ import errno
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 
 from holdfast._core.clock import ManualClock
+from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import Complete, Job, Request, State, Update, Work
-from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult, Snapshot
+from holdfast._core.replies import CancelResult, Enqueued, Placed, SettleResult
 from holdfast.errors import StorageFull
 from holdfast.storage import audit, connect
 from holdfast.storage.local.engine import Engine
 from holdfast.storage.local.sqlite import SqliteStorage, connection, notify
 from holdfast.storage.local.sqlite.connection import MAX_INLINE_ITEMS, ConnectionThread
+from holdfast.storage.local.sqlite.table import SqliteTable
+from holdfast.storage.local.table import Change, QueueMeta
 from tests.storage.stage import fence
 
 
@@ -150,16 +153,15 @@ async def test_a_group_has_a_limit_so_that_no_transaction_goes_on_for_ever(stora
 
 def break_for(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, id: str, error: Exception) -> None:
     """Make a cancel of this id fail in the midst of a transaction, after it has written."""
-    engine = storage._writer._engine
-    cancel = engine.cancel
+    table = storage._writer.table
+    write = table.write
 
-    def broken(queue: str, ids: list[str]) -> list[CancelResult]:
-        replies = cancel(queue, ids)
-        if id in ids:
+    def broken(queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
+        write(queue, changes, events)
+        if (id, EventKind.CANCELLED) in [(event.id, event.kind) for event in events]:
             raise error
-        return replies
 
-    monkeypatch.setattr(engine, "cancel", broken)
+    monkeypatch.setattr(table, "write", broken)
 
 
 async def test_a_call_that_fails_hurts_none_of_its_group(
@@ -356,15 +358,15 @@ async def test_a_cancelled_caller_that_was_sent_keeps_its_effect(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent, go = threading.Event(), threading.Event()
-    engine = storage._writer._engine
-    plain = engine.enqueue
+    table = storage._writer.table
+    plain = table.open
 
-    def slow(queue: str, requests: list[Request]) -> list[Enqueued]:
+    def slow(queue: str) -> QueueMeta:
         sent.set()
         assert go.wait(10)
-        return plain(queue, requests)
+        return plain(queue)
 
-    monkeypatch.setattr(engine, "enqueue", slow)
+    monkeypatch.setattr(table, "open", slow)
     requests = [Request(f"{n}", Work(b"")) for n in range(MAX_INLINE_ITEMS + 1)]
     call = asyncio.create_task(storage.enqueue("q", requests))
     assert await asyncio.to_thread(sent.wait, 10)
@@ -450,14 +452,14 @@ async def test_a_long_look_does_not_hold_up_the_writers(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go = threading.Event(), threading.Event()
-    plain = Engine.snapshot
+    plain = SqliteTable.queues
 
-    def slow(engine: Engine) -> Snapshot:
+    def slow(table: SqliteTable) -> list[str]:
         begun.set()
         assert go.wait(10)
-        return plain(engine)
+        return plain(table)
 
-    monkeypatch.setattr(Engine, "snapshot", slow)
+    monkeypatch.setattr(SqliteTable, "queues", slow)
     looking = asyncio.create_task(storage.snapshot())
     assert await asyncio.to_thread(begun.wait, 10)
     async with asyncio.timeout(5):
@@ -505,6 +507,39 @@ async def test_closing_lets_what_is_lined_up_finish(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "jobs.db") as again:
         assert (await again.snapshot()).queues[0].ready == 50
     assert time.monotonic() - begun < 5
+
+
+async def test_reader_closes_before_writer_so_that_no_log_is_left(tmp_path: Path) -> None:
+    closed: list[str] = []
+    begun, go = threading.Event(), threading.Event()
+
+    class Recorded:
+        def __init__(self, name: str, db: sqlite3.Connection) -> None:
+            self._name = name
+            self._db = db
+
+        def __getattr__(self, attribute: str) -> object:
+            return getattr(self._db, attribute)
+
+        def close(self) -> None:
+            closed.append(self._name)
+            self._db.close()
+
+    def read(engine: Engine) -> None:
+        begun.set()
+        assert go.wait(10)
+
+    async with SqliteStorage(tmp_path / "jobs.db") as storage:
+        await enqueue(storage, "a")
+        for name, thread in (("writer", storage._writer), ("reader", storage._reader)):
+            watched: Any = thread
+            watched._db = Recorded(name, thread._db)
+        reading = asyncio.create_task(storage._reader.call(read, writes=False))
+        assert await asyncio.to_thread(begun.wait, 10)
+        asyncio.get_running_loop().call_later(0.2, go.set)
+    await reading
+    assert closed == ["reader", "writer"]
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
 
 
 async def test_a_read_that_finds_the_file_busy_at_its_first_look_waits(tmp_path: Path) -> None:

@@ -461,7 +461,7 @@ async def test_the_callers_ways_to_read_rows_are_left_alone(file: Stage, db: sql
     await file.storage.pause("q", True)
     db.row_factory, db.text_factory = rows, bytes
     if fails:
-        with pytest.raises(OptionError, match="both must be one file"):
+        with pytest.raises(OptionError, match="pass a connection to the same file"):
             SqliteStorage(path_of(file).with_name("other.db")).enqueue_in(db, "q", [request()])
     else:
         file.storage.enqueue_in(db, "q", [request("a", b"new", update=Update()), request("b")])

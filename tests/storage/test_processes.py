@@ -473,8 +473,8 @@ async def test_a_storage_that_is_open_cannot_be_opened_again(tmp_path: Path) -> 
 async def test_a_newer_file_is_refused_before_anything_in_it_is_changed(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as db:
         db.execute("CREATE TABLE holdfast_meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
-        db.execute("INSERT INTO holdfast_meta VALUES ('layout', 2)")
+        db.execute("INSERT INTO holdfast_meta VALUES ('layout', 3)")
     before = (tmp_path / "jobs.db").read_bytes()
-    with pytest.raises(LayoutTooNew, match="layout 2"):
+    with pytest.raises(LayoutTooNew, match="layout 3"):
         await connect(f"sqlite:///{tmp_path}/jobs.db").__aenter__()
     assert (tmp_path / "jobs.db").read_bytes() == before

@@ -610,11 +610,13 @@ async def test_verbs_are_refused_while_the_metadata_cannot_be_read(stage: Stage,
     saboteur.command("SET", saboteur.key + ":meta", b"\x00")
     before = saboteur.contents()
     refusal = "the metadata of queue 'q' cannot be read: run `holdfast repair q`"
-    for verb in (stage.enqueue("b"), stage.claim(1), stage.sweep(), stage.the("a"), stage.stats()):
+    for verb in (stage.enqueue("b"), stage.claim(1), stage.sweep(), stage.the("a")):
         with pytest.raises(StorageUnavailable, match=refusal):
             await verb
     assert saboteur.contents() == before
     await stage.storage.enqueue("other", [Request("c", Work(b"payload"))])
+    queues = (await stage.storage.snapshot()).queues
+    assert [(stats.queue, stats.ready, stats.problem) for stats in queues] == [("other", 1, ""), ("q", 0, refusal)]
     assert await stage.storage.ready(["q", "other", "none"]) == ["q", "other"]
     await repair(stage)
     assert await claim_all(stage) == ["a"]

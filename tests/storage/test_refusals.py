@@ -145,7 +145,7 @@ async def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_database_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "jobs.db"
     path.write_bytes(content)
-    assert "not a sound SQLite database" in await refused_to_open(path)
+    assert "not a valid SQLite database" in await refused_to_open(path)
     assert path.read_bytes() == content
 
 
@@ -175,6 +175,19 @@ async def test_a_newer_layout_is_refused_and_left_as_it_is(tmp_path: Path, clock
     before = path.read_bytes()
     with pytest.raises(LayoutTooNew, match=rf"layout {LAYOUT + 1}.* up to {LAYOUT}.*upgrade"):
         async with connect(f"sqlite:///{path}", clock=clock):
+            pass
+    assert path.read_bytes() == before
+
+
+async def test_older_layout_is_refused_and_left_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("CREATE TABLE holdfast_meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
+        db.execute("INSERT INTO holdfast_meta VALUES ('layout', ?)", (LAYOUT - 1,))
+    before = path.read_bytes()
+    refusal = rf"layout {LAYOUT - 1}, which this Holdfast no longer reads \(it reads layout {LAYOUT}\): finish the jobs"
+    with pytest.raises(StorageUnavailable, match=refusal):
+        async with connect(f"sqlite:///{path}"):
             pass
     assert path.read_bytes() == before
 
@@ -233,7 +246,7 @@ def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path) -> None:
         folder.chmod(0o755)
         assert says.startswith("opened\n")
         assert str(folder / "jobs.db") in says
-        assert "may you write there?" in says
+        assert "that you may write there" in says
         assert names(folder) == []
 
 
@@ -250,7 +263,7 @@ async def test_a_file_that_may_not_be_written_to_is_refused(tmp_path: Path) -> N
         path.parent.chmod(0o755)
         assert says.startswith("opened\n")
         assert str(path) in says
-        assert "may you write there?" in says
+        assert "that you may write there" in says
         assert path.read_bytes() == before
 
 

@@ -191,10 +191,10 @@ class SqliteSaboteur:
 
     def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
         with aside(self._path) as db:
-            (packed,) = db.execute("SELECT ledger FROM holdfast_queues WHERE name = 'q'").fetchone()
+            (packed,) = db.execute("SELECT meta FROM holdfast_queues WHERE name = 'q'").fetchone()
             fields = msgspec.msgpack.decode(packed)
             change(fields)
-            db.execute("UPDATE holdfast_queues SET ledger = ? WHERE name = 'q'", (msgspec.msgpack.encode(fields),))
+            db.execute("UPDATE holdfast_queues SET meta = ? WHERE name = 'q'", (msgspec.msgpack.encode(fields),))
 
     def restamp(self, id: str, field: str, stamp: int) -> None:
         if field == "arrival":
@@ -603,7 +603,7 @@ async def test_a_ledger_that_cannot_be_read_is_reported_and_made_anew(
     job = await sqlite.claim_one()
     await sqlite.retry(await sqlite.claim_one(), delay=60)
     before = await sqlite.stats()
-    rows.sql("UPDATE holdfast_queues SET ledger = ?", ledger)
+    rows.sql("UPDATE holdfast_queues SET meta = ?", ledger)
     assert kinds(await mend(sqlite, rows, readable=False)) == {"meta"}
     assert replace(await sqlite.stats(), totals={}) == replace(before, totals={})
     assert await sqlite.complete(job) is SettleResult.OK
@@ -612,14 +612,16 @@ async def test_a_ledger_that_cannot_be_read_is_reported_and_made_anew(
 
 async def test_verbs_are_refused_while_the_metadata_cannot_be_read(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a")
-    rows.sql("UPDATE holdfast_queues SET ledger = x'c1'")
+    rows.sql("UPDATE holdfast_queues SET meta = x'c1'")
     before = rows.contents()
     refusal = "the metadata of queue 'q' cannot be read: run `holdfast repair q`"
-    for verb in (sqlite.enqueue("b"), sqlite.claim(1), sqlite.sweep(), sqlite.the("a"), sqlite.stats()):
+    for verb in (sqlite.enqueue("b"), sqlite.claim(1), sqlite.sweep(), sqlite.the("a")):
         with pytest.raises(StorageUnavailable, match=refusal):
             await verb
     assert rows.contents() == before
     await sqlite.storage.enqueue("other", [Request("c", Work(b"payload"))])
+    queues = (await sqlite.storage.snapshot()).queues
+    assert [(stats.queue, stats.ready, stats.problem) for stats in queues] == [("other", 1, ""), ("q", 0, refusal)]
     assert await sqlite.storage.ready(["q", "other", "none"]) == ["q", "other"]
     await repair(sqlite)
     await runs_to_its_end(sqlite, "a")
@@ -629,7 +631,7 @@ async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: 
     for id in "abc":
         await sqlite.enqueue(id)
     late = (await sqlite.claim(3))[2]
-    rows.sql("UPDATE holdfast_queues SET ledger = x'c1'")
+    rows.sql("UPDATE holdfast_queues SET meta = x'c1'")
     await repair(sqlite)
     await sqlite.sweep(worker="w1")
     again = await sqlite.claim(3)
@@ -774,7 +776,7 @@ async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
     with aside(sqlite.storage.path) as db:
         records = db.execute("SELECT * FROM holdfast_jobs").fetchall()
         (rest,) = db.execute("SELECT rest FROM holdfast_jobs WHERE id = ?", (b"a",)).fetchone()
-        (ledger,) = db.execute("SELECT ledger FROM holdfast_queues").fetchone()
+        (ledger,) = db.execute("SELECT meta FROM holdfast_queues").fetchone()
         for at, flip in [(at, flip) for at in range(len(rest)) for flip in (0x01, 0x80, 0xFF)]:
             changed = rest[:at] + bytes([rest[at] ^ flip]) + rest[at + 1 :]
             db.execute("UPDATE holdfast_jobs SET rest = ? WHERE id = ?", (changed, b"a"))
@@ -784,7 +786,7 @@ async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
                 wedged.append(f"byte {at} of {len(rest)} ^ {flip:#x}: {error!r:.80}")
             db.execute("DELETE FROM holdfast_jobs")
             db.executemany(f"INSERT INTO holdfast_jobs VALUES ({','.join('?' * 12)})", records)
-            db.execute("UPDATE holdfast_queues SET ledger = ?", (ledger,))
+            db.execute("UPDATE holdfast_queues SET meta = ?", (ledger,))
     assert wedged == []
 
 

@@ -25,7 +25,7 @@ from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, 
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept
 from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
-from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError
+from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, StorageUnavailable
 from holdfast.storage import audit
 from holdfast.storage.validation import check_queue, clean_id
 
@@ -291,6 +291,8 @@ class Queue:
         snapshot = await self._session.storage.snapshot()
         for queue in snapshot.queues:
             if queue.queue == self.name:
+                if queue.problem:
+                    raise StorageUnavailable(queue.problem)
                 counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
                 return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
         served = [(worker.worker, worker.facts.get("queues")) for worker in snapshot.workers]

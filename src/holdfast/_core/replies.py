@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import msgspec
+
 from holdfast._core.jobs import Job, LeaseRef, Outcome, State, Value
 
 
@@ -102,21 +104,23 @@ class Swept(Value, frozen=True):
 
 class QueueStats(Value, frozen=True):
     queue: str
-    ready: int
-    scheduled: int
-    running: int
-    retrying: int
-    deferred: int
-    completed: int
-    failed: int
-    cancelled: int
-    oldest_ready_ms: int
-    paused: bool
-    reason: str
-    workers: list[str]
+    ready: int = 0
+    scheduled: int = 0
+    running: int = 0
+    retrying: int = 0
+    deferred: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    oldest_ready_ms: int = 0
+    paused: bool = False
+    reason: str = ""
+    workers: list[str] = msgspec.field(default_factory=list[str])
     """Names of the live workers that serve this queue."""
-    totals: dict[str, int]
+    totals: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """How often each event has happened since the queue was created. A rate is the difference of two readings."""
+    problem: str = ""
+    """Why the queue has no numbers here: its metadata cannot be read. Empty otherwise."""
 
 
 WorkerFacts = dict[str, str | int | list[str]]

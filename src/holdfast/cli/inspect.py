@@ -110,7 +110,7 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
         format_duration(stats.oldest_ready_ms / 1000) if stats.ready else "-",
         len(stats.workers),
         *rates,
-        f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else "",
+        f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else stats.problem,
     ]
 
 

@@ -1,4 +1,4 @@
-"""Storages: `connect` makes one from a URL, `Storage` is what each of them offers, `audit` checks a queue.
+"""Storages: `connect` makes one from a URL, `Storage` is the class of all of them, `audit` checks a queue.
 
 The class is in base.py, URLs are in urls.py. Memory and SQLite are in local/, Redis and Valkey in redis/.
 """

@@ -1,7 +1,7 @@
 """The class `Storage`: the verbs that every storage offers.
 
 A public verb is documented here, checks its arguments and opens a lazy storage. Then it calls the method of the same
-name with an underscore, which a storage implements. The policy of retries and limits is not known here: a storage
+name with an underscore, which a storage implements. Retry policies and limits are not known here: a storage
 stores what a worker decided. The values are in _core/jobs.py and _core/replies.py, their rules in _core/lifecycle.py.
 `tests/storage` is the suite that every storage must pass, also one that is not part of Holdfast.
 """
@@ -11,31 +11,38 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Self
 
 from holdfast._core import replies
 from holdfast._core.events import Events, Topic
-from holdfast._core.jobs import Job, LeaseRef, Request, Settlement, State
+from holdfast._core.jobs import MAX_MS, Job, LeaseRef, Request, Settlement, State
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.subscriptions import EventBus, Subscription
 
 
+class QueueDamaged(StorageUnavailable):
+    """The metadata of a queue cannot be read. `repair` makes it from the records; other verbs refuse the queue."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__(f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`")
+
+
 class Storage(ABC):
-    """Where jobs live. Every verb is one atomic step on the clock of the storage. A batch is applied in order, and each
+    """A store of jobs. Every verb is one atomic step on the clock of the storage. A batch is applied in order, and each
     item gets its own reply. One call takes at most 250 items and 1 MiB. Open the storage with `async with`."""
 
     def __init__(self, max_payload: int = validation.MAX_PAYLOAD_BYTES, *, lazy: bool = False) -> None:
         self.lazy = lazy
-        """`async with` opens nothing yet, the first verb does: most child processes never need a connection."""
-        self._max_payload = validation.check_max_payload(max_payload)
+        """Whether the first verb opens the storage instead of `async with`: most child processes need no connection."""
+        self._max_payload = validation.check_number("max_payload", max_payload, 1, validation.MOST_PAYLOAD_BYTES)
         self._bus = EventBus()
         self._pid: int | None = None
-        """The process that opened the storage; None while it is closed."""
+        """Id of the process that opened the storage; None while it is closed."""
         self._opening: asyncio.Lock | None = None
-        """Held while the first verb opens the storage; None outside of the `async with` of a lazy storage."""
+        """Lock for opening the storage on the first verb; None outside of the `async with` of a lazy storage."""
 
     async def __aenter__(self) -> Self:
         if self.lazy:
@@ -57,36 +64,33 @@ class Storage(ABC):
             if self._pid is not None:
                 await self._close()
 
-    async def _open_on_first_verb(self) -> None:
-        """Open a lazy storage. Raise StorageUnavailable if the storage is not lazy, or not inside `async with`."""
+    async def _ensure_open(self) -> None:
+        """Open a lazy storage if this is its first verb. Raise StorageUnavailable if the storage is not open."""
         opening = self._opening
-        if opening is None:
-            self._check_open()
-            return
-        async with opening:
-            if self._opening is opening and self._pid is None:
-                await self._open()
+        if opening is not None and self._pid is None:
+            async with opening:
+                if self._opening is opening and self._pid is None:
+                    await self._open()
         self._check_open()
 
     def _check_open(self) -> None:
         if self._pid is None:
             raise StorageUnavailable(f"{self!r} is not open: use it inside 'async with'")
         if self._pid != os.getpid():
-            raise StorageUnavailable(f"{self!r} was opened by another process: open one of your own after a fork")
+            raise StorageUnavailable(f"{self!r} was opened by another process: open a new one after a fork")
 
     # Changing
 
     async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
-        """Request jobs to run. The only verb that a full storage refuses."""
+        """Request jobs to run. A full storage refuses this verb and no other."""
         validation.check_requests(queue, jobs, self._max_payload)
         if not jobs:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._enqueue(queue, jobs)
 
     def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued | None]:
-        """Request jobs to run inside a transaction of the caller: they exist exactly if it commits. The storage need
+        """Request jobs to run inside a transaction of the caller: they exist only if it commits. The storage need
         not be open.
 
         SQLite: a `sqlite3.Connection` to the same file, on the caller's thread. The replies hold if it commits. That
@@ -94,30 +98,28 @@ class Storage(ABC):
         Redis, Valkey: a redis-py pipeline, which gets one more command; nothing is sent. The reply of its `execute` has
         a list of [placed, generation] for that command, one for each job; each reply here is None. The pipeline must
         be of the same server, which cannot be checked. A server that refuses the command (it is full, it is a replica)
-        refuses all of the pipeline; but a queue of a newer release is found out too late, and the caller's part is
-        applied without the job: MULTI rolls nothing back.
+        refuses the whole pipeline. But a queue of a newer release is noticed too late: the other commands are applied
+        without the job, because MULTI does not roll back.
         Memory: has no transactions, the call is refused.
         """
         validation.check_requests(queue, jobs, self._max_payload)
         return self._enqueue_in(transaction, queue, jobs) if jobs else []
 
     async def claim(self, queue: str, limit: int, *, worker: str, lease_ms: int) -> replies.Claim:
-        """Lease up to `limit` jobs that are due: by priority, then run_at, then arrival. Sweeps a little first."""
+        """Lease up to `limit` jobs that are due: by priority, then run_at, then arrival. Sweeps a few records first."""
         validation.check_queue(queue)
-        validation.check_limit(limit, validation.MAX_ITEMS)
+        validation.check_number("limit", limit, 1, validation.MAX_ITEMS)
         validation.check_lease(worker, lease_ms)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._claim(queue, limit, worker, lease_ms)
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[replies.SettleResult]:
-        """End leases. Only this worker's current fence settles; any other is LOST and changes nothing."""
+        """End leases. Only the current fence of this worker settles; any other is LOST and changes nothing."""
         validation.check_settlements(queue, batch, self._max_payload)
         validation.check_worker(worker)
         if not batch:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._settle(queue, batch, worker)
 
     async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> replies.Extended:
@@ -126,8 +128,7 @@ class Storage(ABC):
         validation.check_lease(worker, lease_ms)
         if not leases:
             return replies.Extended([], [])
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._extend(queue, leases, worker, lease_ms)
 
     async def cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
@@ -135,49 +136,44 @@ class Storage(ABC):
         validation.check_ids(queue, ids)
         if not ids:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._cancel(queue, ids)
 
     async def keep(
         self, queue: str, ids: Sequence[str], ttl_ms: int, *, at_least: bool = False
     ) -> list[replies.KeepResult]:
-        """Change how long outcomes are remembered; of a live job, from its end. `at_least` never shortens."""
+        """Change how long outcomes are remembered; for a live job, from its end. `at_least` never shortens the time."""
         validation.check_ids(queue, ids)
-        validation.check_length("ttl_ms", ttl_ms)
+        validation.check_number("ttl_ms", ttl_ms, 0, MAX_MS)
         if not ids:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._keep(queue, ids, ttl_ms, at_least)
 
     async def pause(self, queue: str, paused: bool, *, reason: str = "") -> None:
-        """Stop claims of a queue, or resume them. Every other verb goes on."""
+        """Stop claims of a queue, or resume them. All other verbs still work."""
         validation.check_queue(queue)
         validation.check_pause(paused, reason)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         await self._pause(queue, paused, reason)
 
     async def sweep(self, queue: str, limit: int = validation.MAX_SWEEP, *, worker: str | None = None) -> replies.Swept:
         """Take back expired leases, in two steps, and forget records past their forget time. With `worker`: take back
         all leases of this worker at once, because it is known to be dead."""
         validation.check_queue(queue)
-        validation.check_limit(limit, validation.MAX_SWEEP)
+        validation.check_number("limit", limit, 1, validation.MAX_SWEEP)
         if worker is not None:
             validation.check_worker(worker)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._sweep(queue, limit, worker)
 
     async def purge(self, queue: str, states: Collection[State], limit: int = 100, *, drop: bool = False) -> int:
         """Delete waiting and finished records, ask running jobs to cancel, and return the number of both. Call until
         the reply is 0. `drop` then forgets an empty queue itself."""
         validation.check_queue(queue)
-        validation.check_limit(limit, validation.MAX_PAGE)
+        validation.check_number("limit", limit, 1, validation.MAX_PAGE)
         validation.check_states(states)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._purge(queue, {State(state) for state in states}, limit, drop)
 
     async def announce(self, worker: str, facts: replies.WorkerFacts, *, ttl_ms: int) -> replies.WorkerCommands:
@@ -185,22 +181,19 @@ class Storage(ABC):
         has the commands for this worker."""
         validation.check_lease(worker, ttl_ms)
         validation.check_facts(facts)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._announce(worker, facts, ttl_ms)
 
     async def evict(self, worker: str) -> bool:
         """Ask a worker to stop. False if no worker of this name is registered."""
         validation.check_worker(worker)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._evict(worker)
 
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> replies.Repaired:
-        """Check one page of records and repair them; with `dry_run` only check. `cursor` continues."""
+        """Check one page of records and repair them; with `dry_run` only check. `cursor` continues after a page."""
         validation.check_queue(queue)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._repair(queue, dry_run, cursor)
 
     # Reading
@@ -211,8 +204,7 @@ class Storage(ABC):
         validation.check_queues(queues)
         if not queues:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._ready(queues)
 
     async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
@@ -220,8 +212,7 @@ class Storage(ABC):
         validation.check_ids(queue, ids)
         if not ids:
             return []
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._get(queue, ids)
 
     async def scan(
@@ -230,52 +221,50 @@ class Storage(ABC):
         """List records without payloads and results: those of one state in its order, or of all states, one state
         after the other."""
         validation.check_queue(queue)
-        validation.check_limit(limit, validation.MAX_PAGE)
+        validation.check_number("limit", limit, 1, validation.MAX_PAGE)
         if state is not None:
             validation.check_states([state])
             state = State(state)
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._scan(queue, state, after, limit)
 
     async def snapshot(self) -> replies.Snapshot:
-        """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues."""
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues. A queue whose
+        metadata cannot be read is listed with its problem and without numbers."""
+        await self._ensure_open()
         return await self._snapshot()
 
     async def about(self) -> replies.StorageInfo:
         """Return what the storage is and what it keeps, for operators."""
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
+        await self._ensure_open()
         return await self._about()
 
-    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
+    @asynccontextmanager
+    async def subscribe(self, *topics: Topic) -> AsyncGenerator[Events]:
         """Receive hints of events. A hint may be lost: poll the record once a second as well."""
         validation.check_topics(topics)
-        if self._opening is not None:
-            return self._subscribe_when_open(topics)
-        self._check_open()
-        return self._subscribe(topics)
-
-    @asynccontextmanager
-    async def _subscribe_when_open(self, topics: Sequence[Topic]) -> AsyncGenerator[Events]:
-        if self._pid != os.getpid():
-            await self._open_on_first_verb()
-        async with self._subscribe(topics) as events:
-            yield events
+        await self._ensure_open()
+        async with Subscription(self._bus, topics) as events:
+            stop_listening = await self._listen(topics)
+            try:
+                yield events
+            finally:
+                if stop_listening is not None:
+                    stop_listening()
 
     # What a storage implements
 
     async def _open(self) -> None:
-        """Connect. Raises StorageUnavailable, and then nothing is left open."""
+        """Connect. An attempt that fails raises StorageUnavailable and leaves nothing open."""
         self._pid = os.getpid()
 
     async def _close(self) -> None:
         self._pid = None
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return Subscription(self._bus, topics)
+    async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None] | None:
+        """Ask other processes, or the server, for hints of these topics. Return a function that ends this; without one,
+        it ends when the storage is closed."""
+        return None
 
     @abstractmethod
     def clone(self) -> Storage:

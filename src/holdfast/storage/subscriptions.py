@@ -1,4 +1,4 @@
-"""Subscriptions within a process: the event bus hands the hints of a step to its listeners. Thread-safe.
+"""Subscriptions within a process: the event bus sends the hints of a step to its listeners. Thread-safe.
 
 A hint is dropped when a listener does not keep up; every listener polls the record once a second anyway.
 """
@@ -8,30 +8,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from holdfast._core.events import Event, EventKind, Events, Topic
 
 MAX_PENDING = 10_000
-"""Hints that wait for one listener at most; the oldest are dropped first."""
-
-TopicKey = TypeVar("TopicKey")
+"""The most hints that wait for one listener; the oldest are dropped first."""
 
 Route = Callable[[Topic], bool]
-"""Which topics a message applies to; None is all. An event that arrives on several channels is delivered once."""
+"""Whether a message applies to a topic: an event that arrives on several channels must not be delivered twice."""
 
 
 class Subscription:
-    """One listener. Iterate it for events, or set a callback; it never ends by itself."""
+    """One listener: iterate over its events, which never end, or set a callback."""
 
     def __init__(self, bus: EventBus, topics: Sequence[Topic]) -> None:
         self.topics = topics
         self._bus = bus
         self._pending: deque[Event] = deque(maxlen=MAX_PENDING)
         self._arrival: asyncio.Future[None] | None = None
-        """Resolved when the next event arrives, if a caller waits for it."""
+        """The future that the next event resolves; None while no caller waits for one."""
         self._callback: Callable[[Event], None] | None = None
         self.loop = asyncio.get_running_loop()
 
@@ -71,7 +67,7 @@ class Subscription:
         return self._arrival
 
     def receive(self, events: Iterable[Event], route: Route | None) -> None:
-        """Take the events that a topic on this route covers. Called on the loop of the subscription."""
+        """Take the events that a topic of this route covers. Called on the loop of the subscription."""
         topics = [topic for topic in self.topics if route is None or route(topic)]
         for event in events:
             if any(topic.covers(event) for topic in topics):
@@ -89,38 +85,35 @@ def _release(arrival: asyncio.Future[None]) -> None:
 
 
 class EventBus:
-    """The listeners of one storage in this process, by topic: many of them wait for one job each."""
+    """The listeners of one storage in this process, by topic, because many of them wait for one job each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._to_queues: dict[str, dict[Subscription, None]] = {}
-        self._to_jobs: dict[tuple[str, str], dict[Subscription, None]] = {}
+        self._listeners: dict[tuple[str, str | None], dict[Subscription, None]] = {}
+        """Subscriptions by queue and job id; the id is None for those to the whole queue."""
 
     def add(self, subscription: Subscription) -> None:
         with self._lock:
             for topic in subscription.topics:
-                if topic.id is None:
-                    self._to_queues.setdefault(topic.queue, {})[subscription] = None
-                else:
-                    self._to_jobs.setdefault((topic.queue, topic.id), {})[subscription] = None
+                self._listeners.setdefault((topic.queue, topic.id), {})[subscription] = None
 
     def remove(self, subscription: Subscription) -> None:
         with self._lock:
             for topic in subscription.topics:
-                if topic.id is None:
-                    _leave(self._to_queues, topic.queue, subscription)
-                else:
-                    _leave(self._to_jobs, (topic.queue, topic.id), subscription)
+                listeners = self._listeners.get((topic.queue, topic.id), {})
+                listeners.pop(subscription, None)
+                if not listeners:
+                    self._listeners.pop((topic.queue, topic.id), None)
 
     def publish(self, events: Sequence[Event], route: Route | None = None) -> None:
-        """Hand events to the loops of the listeners. Callable from any thread."""
-        if not (self._to_queues or self._to_jobs):
+        """Send events to the loops of the listeners. Callable from any thread."""
+        if not self._listeners:
             return
         wanted: dict[Subscription, list[Event]] = {}
         with self._lock:
             for event in events:
-                for listeners in (self._to_queues.get(event.queue), self._to_jobs.get((event.queue, event.id))):
-                    for subscription in listeners or ():
+                for id in (None, event.id):
+                    for subscription in self._listeners.get((event.queue, id), ()):
                         chosen = wanted.setdefault(subscription, [])
                         if not chosen or chosen[-1] is not event:
                             chosen.append(event)
@@ -131,19 +124,11 @@ class EventBus:
         """Make every listener poll, because events may have been missed: one event for listeners that wait for work,
         one for those that wait for the end of a job."""
         with self._lock:
-            everywhere = (*self._to_queues.values(), *self._to_jobs.values())
-            listeners = {subscription for those in everywhere for subscription in those}
+            listeners = {subscription for those in self._listeners.values() for subscription in those}
         for subscription in listeners:
             kinds = (EventKind.UPDATED, EventKind.CANCELLED)
             events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
             _call(subscription, events, None)
-
-
-def _leave(listeners: dict[TopicKey, dict[Subscription, None]], key: TopicKey, subscription: Subscription) -> None:
-    those = listeners.get(key, {})
-    those.pop(subscription, None)
-    if not those:
-        listeners.pop(key, None)
 
 
 def _call(subscription: Subscription, events: list[Event], route: Route | None) -> None:
@@ -156,19 +141,4 @@ def _call(subscription: Subscription, events: list[Event], route: Route | None) 
     try:
         subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
     except RuntimeError:
-        pass  # The listener's loop has closed; it will never ask again.
-
-
-@asynccontextmanager
-async def remote_subscription(
-    inner: AbstractAsyncContextManager[Events], listen: Callable[[], Awaitable[Callable[[], None] | None]]
-) -> AsyncGenerator[Events]:
-    """A subscription that other processes or a server feed as well. `listen` asks them to. It may return a function
-    that ends this; without one, they go on until the storage is closed."""
-    async with inner as events:
-        leave = await listen()
-        try:
-            yield events
-        finally:
-            if leave is not None:
-                leave()
+        pass  # The loop of the listener has closed.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from holdfast._core.clock import Clock
@@ -26,17 +26,17 @@ def connect(
     `redis+cluster://host:6379,other` take redis-py's options, `?timeout=10` and `?eviction=allow`.
     """
     parts = _split(url)
-    options: dict[str, object] = {"namespace": namespace, "clock": clock}
+    options: dict[str, Any] = {"namespace": namespace, "clock": clock}
     if max_payload is not None:
         options["max_payload"] = max_payload
     opener = _SCHEMES.get(parts.scheme)
     if opener is None:
-        raise OptionError(f"{redact(url)!r:.120} has no scheme that is known: use one of {', '.join(_SCHEMES)}")
+        raise OptionError(f"{redact(url)!r:.120} has an unknown scheme: use one of {', '.join(_SCHEMES)}")
     return opener(url, parts, options)
 
 
 def redact(url: str) -> str:
-    """Return a URL as it may be shown: without anything that could be a password, also if it is not well formed."""
+    """Return a URL without anything that could be a password, also if the URL is malformed."""
     head, at, tail = url.rpartition("@")
     if at:
         scheme, slashes, _ = head.partition("://")
@@ -46,64 +46,61 @@ def redact(url: str) -> str:
 
 def _split(url: str) -> SplitResult:
     if not isinstance(url, str):
-        raise OptionError(f"a storage URL is text like {DEFAULT_URL!r}, not {type(url).__name__}")
+        raise OptionError(f"a storage URL must be text like {DEFAULT_URL!r}, not {type(url).__name__}")
     try:
         return urlsplit(url)
     except ValueError as error:
         raise OptionError(f"{redact(url)!r:.120} is not a URL ({error}): use one like {DEFAULT_URL!r}") from None
 
 
-def _sqlite(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
+def _sqlite(url: str, parts: SplitResult, options: dict[str, Any]) -> Storage:
     path = unquote(parts.path[1:])
     if parts.netloc or not path or path == ":memory:" or "\0" in path:
         raise OptionError(
-            f"{redact(url)!r:.120} names no file:"
+            f"{redact(url)!r:.120} does not name a file:"
             " use sqlite:///jobs.db (relative), sqlite:////srv/jobs.db (absolute) or memory://"
         )
     asked = _query(url, parts, {"synchronous"})
-    module = importlib.import_module("holdfast.storage.local.sqlite")
-    storage: Storage = module.SqliteStorage(path, **asked, **options)
-    return storage
+    from holdfast.storage.local.sqlite import SqliteStorage
+
+    return SqliteStorage(path, **asked, **options)
 
 
 _shared: dict[tuple[str, object], Storage] = {}
 
 
-def _memory(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
+def _memory(url: str, parts: SplitResult, options: dict[str, Any]) -> Storage:
     _query(url, parts, set())
     name = parts.netloc + parts.path
     key = (name, options["namespace"])
     if name and key in _shared:
         return _shared[key]
-    module = importlib.import_module("holdfast.storage.local.memory")
-    storage: Storage = module.MemoryStorage(name, **options)
-    return _shared.setdefault(key, storage) if name else storage  # Another thread may have been quicker.
+    from holdfast.storage.local.memory import MemoryStorage
+
+    storage = MemoryStorage(name, **options)
+    return _shared.setdefault(key, storage) if name else storage  # Another thread may have added it first.
 
 
-def _redis(url: str, parts: SplitResult, options: dict[str, object]) -> Storage:
+def _redis(url: str, parts: SplitResult, options: dict[str, Any]) -> Storage:
     if find_spec("redis") is None or find_spec("hiredis") is None:
         raise OptionError(f"{redact(url)!r:.120} needs the redis extra: pip install 'holdfast[redis]'")
-    module = importlib.import_module("holdfast.storage.redis")
-    storage: Storage = module.open_url(url, redact(url), **options)
-    return storage
+    from holdfast.storage.redis import open_url
+
+    return open_url(url, redact(url), **options)
 
 
-def _query(url: str, parts: SplitResult, known: set[str]) -> dict[str, str]:
+def _query(url: str, parts: SplitResult, known: set[str]) -> dict[str, Any]:
     asked = dict(parse_qsl(parts.query, keep_blank_values=True))
     unknown = asked.keys() - known
     if unknown or parts.fragment:
         allowed = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
-        raise OptionError(f"{redact(url)!r:.120} has an option that is not known: {allowed}")
+        raise OptionError(f"{redact(url)!r:.120} has an unknown option: {allowed}")
     return asked
 
 
-_SCHEMES: dict[str, Callable[[str, SplitResult, dict[str, object]], Storage]] = {
+_REDIS_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "redis+sentinel", "redis+cluster")
+_SCHEMES: dict[str, Callable[[str, SplitResult, dict[str, Any]], Storage]] = {
     "sqlite": _sqlite,
     "memory": _memory,
-    "redis": _redis,
-    "rediss": _redis,
-    "valkey": _redis,
-    "valkeys": _redis,
-    "redis+sentinel": _redis,
-    "redis+cluster": _redis,
+    **dict.fromkeys(_REDIS_SCHEMES, _redis),
 }

@@ -1,7 +1,7 @@
-"""The checks of arguments that every storage makes before anything is sent or changed.
+"""Argument checks that every storage makes before it sends or changes anything.
 
-Most limits are in the types of the values themselves (_core/jobs.py): a batch is packed and read back against them,
-which costs less than looking at each field and leaves no field out. So a value that was stored can always be read.
+Most limits are in the types of the values (_core/jobs.py): a batch is packed and decoded against them, which costs less
+than a check of each field and misses no field. So a value that was stored can always be read.
 """
 
 from __future__ import annotations
@@ -12,27 +12,16 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from holdfast._core import jobs
 from holdfast._core.events import Topic
 from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, MAX_EXTENSION_BYTES, Extension, ascends, extension_size
-from holdfast._core.jobs import (
-    MAX_MS,
-    Complete,
-    Fail,
-    LeaseRef,
-    Request,
-    RetrySettlement,
-    Settlement,
-    State,
-    Value,
-    Work,
-)
 from holdfast._core.replies import WorkerFacts
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_ITEMS = 250
-"""Items in one call: the caller cuts a longer list."""
+"""The most items in one call: the caller splits a longer list."""
 MAX_CALL_BYTES = 1_048_576
-"""Payload bytes that one call or reply carries, unless a single item is larger."""
+"""The most payload bytes in one call or reply, unless a single item is larger."""
 MAX_PAYLOAD_BYTES = 1_048_576
 """The default limit of a payload, a result or an error record."""
 MOST_PAYLOAD_BYTES = 536_870_912
@@ -41,7 +30,7 @@ MAX_PAGE = 200
 MAX_SWEEP = 100
 MAX_ID_BYTES = 512
 FOLLOW_UP_ID_BYTES = 32
-"""A follow-up's id is its job's and this much more."""
+"""The id of a follow-up is the id of its job and at most this number of bytes."""
 MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 MAX_REASON = 500
 FAILED_SUFFIX = "/failed"
@@ -50,16 +39,17 @@ _QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,120}(/failed)?", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,40}", re.ASCII)
 
 Item = TypeVar("Item")
+BatchItem = TypeVar("BatchItem", bound=jobs.Request | jobs.Settlement | jobs.LeaseRef)
 
 _encode = msgspec.msgpack.Encoder().encode
-_KINDS = {"request": Request, "settlement": Settlement, "lease": LeaseRef, "topic": Topic}
+_KINDS = {"request": jobs.Request, "settlement": jobs.Settlement, "lease": jobs.LeaseRef, "topic": Topic}
 _READERS = {what: msgspec.msgpack.Decoder(list[kind]).decode for what, kind in _KINDS.items()}  # type: ignore[valid-type]
 _WRONG = (msgspec.DecodeError, UnicodeError, TypeError, OverflowError, RecursionError)
-"""What packing and reading back may raise."""
+"""Errors of packing and decoding a value that is not valid."""
 
 
 def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Cut a list into parts that fit into one call each, in order."""
+    """Split a list into parts that fit into one call each, in order."""
     part: list[Item] = []
     total = 0
     for item in items:
@@ -94,19 +84,19 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_max_payload(max_payload: int) -> int:
-    if type(max_payload) is not int or not 1 <= max_payload <= MOST_PAYLOAD_BYTES:
-        raise OptionError(f"max_payload is a number of bytes up to {MOST_PAYLOAD_BYTES}, not {max_payload!r:.40}")
-    return max_payload
+def check_number(name: str, value: int, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise OptionError(f"{name} must be a whole number from {least} to {most}, not {value!r:.40}")
+    return value
 
 
 def clean_id(id: str | bytes) -> str:
-    """The text form of an id. Bytes that are not UTF-8 become surrogate escapes, so that any bytes are an id."""
+    """Return the text form of an id. Bytes that are not UTF-8 become surrogate escapes, so any bytes can be an id."""
     return id.decode("utf-8", "surrogateescape") if isinstance(id, bytes) else id
 
 
 def id_bytes(id: str) -> bytes:
-    """An id as storages keep it."""
+    """Return the bytes of an id, as storages keep it."""
     return id.encode("utf-8", "surrogateescape")
 
 
@@ -125,7 +115,7 @@ def _size(id: str) -> int:
     except UnicodeEncodeError:
         raw = b""
     if not raw or clean_id(raw) != id:
-        raise OptionError(f"job id {id!r:.80} has a lone surrogate, which no text has: pass bytes through clean_id")
+        raise OptionError(f"job id {id!r:.80} has a lone surrogate and is not valid text: pass bytes through clean_id")
     return len(raw)
 
 
@@ -137,24 +127,14 @@ def check_ids(queue: str, ids: Sequence[str]) -> None:
         check_id(id, extra)
 
 
-def check_limit(limit: int, most: int) -> None:
-    if type(limit) is not int or not 1 <= limit <= most:
-        raise OptionError(f"limit must be a whole number from 1 to {most}, not {limit!r:.40}")
-
-
-def check_length(name: str, value: int, least: int = 0, most: int = MAX_MS) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise OptionError(f"{name} must be a whole number of milliseconds from {least} to {most}, not {value!r:.40}")
-
-
 def check_lease(worker: str, lease_ms: int) -> None:
     check_worker(worker)
-    check_length("lease_ms", lease_ms, MIN_LEASE_MS, MAX_LEASE_MS)
+    check_number("lease_ms", lease_ms, MIN_LEASE_MS, MAX_LEASE_MS)
 
 
 def check_worker(worker: str) -> None:
     if not isinstance(worker, str) or not 1 <= len(worker) <= 200 or not worker.isprintable():
-        raise OptionError(f"a worker's name must be 1 to 200 printable characters, not {worker!r:.80}")
+        raise OptionError(f"a worker name must have 1 to 200 printable characters, not {worker!r:.80}")
 
 
 def check_facts(facts: WorkerFacts) -> None:
@@ -162,24 +142,24 @@ def check_facts(facts: WorkerFacts) -> None:
         packed = _encode(facts)
         msgspec.msgpack.decode(packed, type=WorkerFacts)
     except _WRONG as error:
-        raise OptionError(f"a worker's facts map text to text, numbers or lists of text: {error}") from None
+        raise OptionError(f"worker facts must map text to text, numbers or lists of text: {error}") from None
     if len(packed) > MAX_FACTS_BYTES:
-        raise OptionError(f"a worker's facts take {len(packed)} bytes, at most {MAX_FACTS_BYTES} are taken")
+        raise OptionError(f"worker facts have {len(packed)} bytes, at most {MAX_FACTS_BYTES} are allowed: shorten them")
 
 
 def check_pause(paused: bool, reason: str) -> None:
     if not isinstance(paused, bool):
-        raise OptionError(f"paused is True or False, not {paused!r:.40}")
+        raise OptionError(f"paused must be True or False, not {paused!r:.40}")
     if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
-        raise OptionError(f"a reason is at most {MAX_REASON} printable characters, not {reason!r:.80}")
+        raise OptionError(f"reason must have at most {MAX_REASON} printable characters, not {reason!r:.80}")
 
 
-def check_states(states: Collection[State]) -> None:
+def check_states(states: Collection[jobs.State]) -> None:
     if isinstance(states, str):
         raise OptionError(f"states must be a list of states, not {states!r:.40}")
     for state in states:
-        if state not in State.__members__.values():
-            raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(State)}")
+        if state not in jobs.State.__members__.values():
+            raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(jobs.State)}")
 
 
 def check_topics(topics: Sequence[Topic]) -> None:
@@ -190,64 +170,65 @@ def check_topics(topics: Sequence[Topic]) -> None:
             check_id(topic.id, _extra(topic.queue))
 
 
-def check_requests(queue: str, requests: Sequence[Request], max_bytes: int) -> None:
-    check_queue(queue)
-    _check_values("request", requests)
-    extra = _extra(queue)
-    total = 0
-    for request in requests:
-        check_id(request.id, extra)
-        work = request.work
-        payload = work.payload
-        if type(payload) is bytes and len(payload) <= max_bytes:  # Most jobs: a call less.
-            total += len(payload)
-        elif payload is not None:
-            total += _check_size("payload", payload, max_bytes, request.id)
-        elif request.update is None or request.update.payload:
-            raise OptionError(f"job {request.id!r:.80} has no payload: only Update(payload=False) may do without")
-        if work.extension:
-            total += _check_extension(work.extension, request.id)
-        if request.run_at is not None and request.delay_ms is not None:
-            raise OptionError(f"job {request.id!r:.80} has both delay_ms and run_at: give one of them")
-    _check_total(total, len(requests))
+def check_requests(queue: str, requests: Sequence[jobs.Request], max_bytes: int) -> None:
+    _check_batch("request", _check_request, queue, requests, max_bytes)
 
 
-def check_settlements(queue: str, batch: Sequence[Settlement], max_bytes: int) -> None:
+def check_settlements(queue: str, batch: Sequence[jobs.Settlement], max_bytes: int) -> None:
+    _check_batch("settlement", _check_settlement, queue, batch, max_bytes)
+
+
+def check_leases(queue: str, leases: Sequence[jobs.LeaseRef], max_bytes: int) -> None:
+    _check_batch("lease", _check_lease_ref, queue, leases, max_bytes)
+
+
+def _check_batch(
+    what: str, check: Callable[[str, BatchItem, int], int], queue: str, items: Sequence[BatchItem], max_bytes: int
+) -> None:
+    """Check the items of one call, and that they fit into it. `check` returns the size of an item in bytes."""
     check_queue(queue)
-    _check_values("settlement", batch)
+    _check_values(what, items)
     extra = _extra(queue)
     total = 0
-    for item in batch:
+    for item in items:
         check_id(item.id, extra)
-        match item:
-            case Complete():
-                total += _check_size("result", item.result, max_bytes, item.id)
-            case Fail():
-                total += _check_size("error", item.error, max_bytes, item.id)
-                if item.follow_up is not None:
-                    total += _check_follow_up(queue, item.id, item.follow_up, max_bytes)
-            case RetrySettlement():
-                total += _check_size("error", item.error, max_bytes, item.id)
-                if item.run_at is not None and item.delay_ms:
-                    raise OptionError(f"the retry of job {item.id!r:.80} has both delay_ms and run_at: give one")
-            case _:
-                pass
-    _check_total(total, len(batch))
+        total += check(queue, item, max_bytes)
+    if total > MAX_CALL_BYTES and len(items) > 1:
+        raise OptionError(f"{total} bytes in one call, at most {MAX_CALL_BYTES} are allowed: split the list")
 
 
-def check_leases(queue: str, leases: Sequence[LeaseRef], max_bytes: int) -> None:
-    check_queue(queue)
-    _check_values("lease", leases)
-    extra = _extra(queue)
-    total = 0
-    for lease in leases:
-        check_id(lease.id, extra)
-        total += _check_size("progress", lease.progress, max_bytes, lease.id)
-    _check_total(total, len(leases))
+def _check_request(queue: str, request: jobs.Request, max_bytes: int) -> int:
+    work = request.work
+    if request.run_at is not None and request.delay_ms is not None:
+        raise OptionError(f"job {request.id!r:.80} has both delay_ms and run_at: pass only one")
+    if work.payload is None and (request.update is None or request.update.payload):
+        raise OptionError(f"job {request.id!r:.80} has no payload: pass one, or Update(payload=False)")
+    return _check_work("payload", request.id, work, max_bytes)
+
+
+def _check_lease_ref(queue: str, lease: jobs.LeaseRef, max_bytes: int) -> int:
+    return _check_size("progress", lease.progress, max_bytes, lease.id)
+
+
+def _check_settlement(queue: str, item: jobs.Settlement, max_bytes: int) -> int:
+    match item:
+        case jobs.Complete():
+            return _check_size("result", item.result, max_bytes, item.id)
+        case jobs.Fail():
+            size = _check_size("error", item.error, max_bytes, item.id)
+            return (
+                size if item.follow_up is None else size + _check_follow_up(queue, item.id, item.follow_up, max_bytes)
+            )
+        case jobs.RetrySettlement():
+            if item.run_at is not None and item.delay_ms:
+                raise OptionError(f"the retry of job {item.id!r:.80} has both delay_ms and run_at: pass only one")
+            return _check_size("error", item.error, max_bytes, item.id)
+        case jobs.Release():
+            return 0
 
 
 def encode_cursor(key: tuple[int, ...], id: bytes) -> str:
-    """A place in an index, as text that callers hand back."""
+    """Return a place in an index as text, which a caller passes back for the next page."""
     return ".".join((*map(str, key), id.hex()))
 
 
@@ -260,11 +241,11 @@ def decode_cursor(cursor: str, places: int) -> tuple[tuple[int, ...], bytes]:
         place = (), b""
     if len(place[0]) != places or not place[1] or any(abs(n) >= 2**63 for n in place[0]):
         kind = type(cursor).__name__
-        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor that was given out for this list")
+        raise OptionError(f"{cursor!r:.80} ({kind}) is not a cursor of this list: pass one that it returned")
     return place
 
 
-def _check_values(what: str, values: Sequence[Value]) -> None:
+def _check_values(what: str, values: Sequence[jobs.Value]) -> None:
     _check_list(values, f"{what}s")
     try:
         _READERS[what](_encode(values))
@@ -274,14 +255,14 @@ def _check_values(what: str, values: Sequence[Value]) -> None:
 
 
 def _check_value(what: str, value: object, kind: Any) -> None:
-    """Name the field that is wrong. An id may have surrogates, which cannot be packed: `check_id` sees to ids."""
+    """Raise an error that names the wrong field. `check_id` checks ids, because surrogates cannot be packed."""
     if not isinstance(value, kind):
-        raise OptionError(f"{value!r:.80} is not a {what} but {type(value).__name__}")
+        raise OptionError(f"{value!r:.80} is not a {what}, it is a {type(value).__name__}")
     for name, hint in get_type_hints(value.__class__, include_extras=True).items():
         field = getattr(value, name)
         if name == "id" and field is not None:
             check_id(field, FOLLOW_UP_ID_BYTES)
-        elif isinstance(field, Value):
+        elif isinstance(field, jobs.Value):
             _check_value(f"{what}'s {name}", field, hint)
         else:
             _check_field(what, name, field, hint)
@@ -296,27 +277,35 @@ def _check_field(what: str, name: str, field: object, hint: Any) -> None:
         raise refusal(f"{name}={field!r:.80} ({kind}) of a {what} is not valid: {error}") from None
 
 
-def _check_follow_up(queue: str, id: str, work: Work, max_bytes: int) -> int:
+def _check_follow_up(queue: str, id: str, work: jobs.Work, max_bytes: int) -> int:
     if queue.endswith(FAILED_SUFFIX):
-        raise OptionError(f"{queue} is a fail handler's queue: its own failures have no follow-up, they stay listed")
+        raise OptionError(f"{queue} is the queue of a fail handler, whose failures have no follow-up: omit it")
     if work.payload is None:
-        raise OptionError(f"the follow-up of {id!r:.80} has no payload")
-    size = _check_size("follow-up payload", work.payload, max_bytes, id)
+        raise OptionError(f"the follow-up of job {id!r:.80} has no payload: pass one")
+    return _check_work("follow-up payload", id, work, max_bytes)
+
+
+def _check_work(what: str, id: str, work: jobs.Work, max_bytes: int) -> int:
+    payload = work.payload
+    if type(payload) is bytes and len(payload) <= max_bytes:  # Most jobs: this saves a call.
+        size = len(payload)
+    else:
+        size = _check_size(what, payload, max_bytes, id)
     return size + _check_extension(work.extension, id) if work.extension else size
 
 
 def _check_extension(entries: Extension, id: str) -> int:
-    """Return the packed size. A caller sets only the extension of the work: other tags belong to the record."""
+    """Return the packed size. A caller may set only tags of the work: the other tags belong to the record."""
     if not ascends(entries, FIRST_WORK_TAG, LAST_TAG):
         tags = ", ".join(str(tag) for tag, _ in entries[:10])
         raise OptionError(
             f"the extension of job {id!r:.80} has the tags {tags}:"
-            f" give each tag from {FIRST_WORK_TAG} to {LAST_TAG} at most once, in ascending order"
+            f" use each tag from {FIRST_WORK_TAG} to {LAST_TAG} at most once, in ascending order"
         )
     size = extension_size(entries)
     if size > MAX_EXTENSION_BYTES:
         raise OptionError(
-            f"the extension of job {id!r:.80} has {size} bytes, at most {MAX_EXTENSION_BYTES} are taken:"
+            f"the extension of job {id!r:.80} has {size} bytes, at most {MAX_EXTENSION_BYTES} are allowed:"
             " put large values into the payload"
         )
     return size
@@ -328,7 +317,7 @@ def _check_size(what: str, value: bytes | None, max_bytes: int, id: str) -> int:
     size = 0 if value is None else len(value)
     if size > max_bytes:
         raise PayloadRejected(
-            f"the {what} of job {id!r:.80} has {size} bytes, at most {max_bytes} are taken:"
+            f"the {what} of job {id!r:.80} has {size} bytes, at most {max_bytes} are allowed:"
             " store it elsewhere and pass a reference, or raise max_payload"
         )
     return size
@@ -338,12 +327,7 @@ def _check_list(items: Sequence[object], what: str) -> None:
     if isinstance(items, str | bytes) or not isinstance(items, Sequence):
         raise OptionError(f"{what} must be a list, not {items!r:.80}")
     if len(items) > MAX_ITEMS:
-        raise OptionError(f"{len(items)} items in one call, at most {MAX_ITEMS}: cut the list and call again")
-
-
-def _check_total(total: int, items: int) -> None:
-    if total > MAX_CALL_BYTES and items > 1:
-        raise OptionError(f"{total} bytes in one call, at most {MAX_CALL_BYTES} or one item: cut the list")
+        raise OptionError(f"{len(items)} items in one call, at most {MAX_ITEMS} are allowed: split the list")
 
 
 def _extra(queue: str) -> int:

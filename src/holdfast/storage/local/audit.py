@@ -1,6 +1,5 @@
-"""The audit: what is checked, and how it is repaired. Records are right first, then indexes, then counts.
-
-Redis and Valkey read their pages in another way and share `examine` and `compare_counts`.
+"""The audit: which invariants are checked, and how a repair restores them. Indexes are made from records, and counts
+from both. Redis and Valkey read their pages in another way and share `examine` and `compare_counts`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ REPAIR_PAGE = 200
 
 
 def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, Job]:
-    """Return what is wrong with a record, if anything, and the record as it should be written. A stamp that the queue
-    has not given out is taken into its time."""
+    """Return the problem of a record, if there is one, and the record to write. A stamp that the queue has not issued
+    is added to its time."""
     job = found.job
     if job is None:
         repaired = lifecycle.damaged(found.id, found.payload, time.last_at)
@@ -33,7 +32,7 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
         return Problem("both", queue, found.id, "the record has a lease and an outcome"), repaired
     sorted_job = _with_sorted_extension(job)
     if sorted_job is not job:
-        return Problem("extension", queue, found.id, "an entry of the extension is at the wrong place"), sorted_job
+        return Problem("extension", queue, found.id, "an entry of the extension is in the wrong place"), sorted_job
     index, key = index_of(job)
     if found.index is None:
         return Problem("unindexed", queue, found.id, f"the record is {index} but in no index"), job
@@ -42,20 +41,20 @@ def examine(queue: str, found: Found, time: QueueTime) -> tuple[Problem | None, 
         return Problem("misplaced", queue, found.id, detail), job
     newest = newest_stamp(job)
     if newest > time.last_stamp:
-        detail = f"the record has stamp {newest}, the queue has only given out {time.last_stamp}"
+        detail = f"the record has stamp {newest}, the last stamp of the queue is {time.last_stamp}"
         time.last_stamp = newest
         return Problem("stamp", queue, found.id, detail), job
     return None, job
 
 
 def unreadable_meta(queue: str) -> Problem:
-    """The problem of a queue whose metadata `repair` must make from the records before anything else is checked."""
+    """Return the problem of a queue whose metadata `repair` must make from the records before any other check."""
     return Problem("meta", queue, "", "the metadata cannot be read: totals, pause and skew are lost")
 
 
 def _with_sorted_extension(job: Job) -> Job:
-    """Return the job itself if the tags of its extensions ascend, and are those of the record or of the work; else with
-    each entry at its place. An entry of the record has no place in `next`, which is not a generation yet."""
+    """Return the job with each extension entry in the record or in the work, by its tag, in ascending order; the same
+    object if nothing changes. `next` is not a generation yet, so an entry of the record is dropped there."""
     run, following = job.run, None if job.run is None else job.run.next
     if run is not None and following is not None and not ascends(following.work.extension, FIRST_WORK_TAG, LAST_TAG):
         work = replace(following.work, extension=split_extension(following.work.extension)[1])
@@ -67,7 +66,7 @@ def _with_sorted_extension(job: Job) -> Job:
 
 
 def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None) -> Repaired:
-    """Check one page of records in the order of their ids, and the counts after the last one; repair what is wrong."""
+    """Check one page of records in the order of their ids, and the counts after the last page; repair what is wrong."""
     table, queue, meta = transaction.table, transaction.queue, transaction.meta
     start = None if cursor is None else decode_cursor(cursor, 0)
     strays = table.check_indexes(queue) if start is None else []
@@ -106,8 +105,8 @@ def _recount(table: Table, queue: str, meta: QueueMeta, dry_run: bool) -> list[P
 def compare_counts(
     queue: str, counted: Mapping[str, int], actual: Mapping[str, int], totals: Mapping[str, int]
 ) -> tuple[list[Problem], int]:
-    """Compare a queue's counts with those of its records, which are right where the two differ, and check that the
-    totals add up. Returns the problems and the number by which the total of enqueued jobs is too low."""
+    """Compare the counts of a queue with its records, which are right where the two differ, and check that the totals
+    add up. Return the problems, and the number by which the total of enqueued jobs is too low."""
     problems: list[Problem] = []
     for name, number in counted.items():
         found = actual.get(name, 0)
@@ -117,5 +116,5 @@ def compare_counts(
     ended = sum(totals.get(kind, 0) for kind in ENDS)
     live = actual.get(State.WAITING, 0) + actual.get(State.RUNNING, 0)
     if started != ended + live:
-        problems.append(Problem("total", queue, "", f"{started} were started, {ended} ended and {live} are live"))
+        problems.append(Problem("total", queue, "", f"{started} jobs started, {ended} ended and {live} are live"))
     return problems, ended + live - started

@@ -1,7 +1,8 @@
 """The verbs, for storages whose atomic step is a Python function: memory and SQLite.
 
-Each method of `Engine` is one step: read the records, let the lifecycle decide, write what changed. `LocalStorage`
-hands a verb to its `_step`, which takes a lock or begins a transaction. Such a storage provides `_step` and a `Table`.
+Each method of `Engine` is one step: it reads records, lets the lifecycle decide, and writes what changed.
+`LocalStorage` runs a verb by its `_step`, which takes a lock or begins a transaction. A storage of this kind provides
+`_step` and a `Table`.
 """
 
 from __future__ import annotations
@@ -17,60 +18,44 @@ from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
 from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
-from holdfast.errors import StorageUnavailable
-from holdfast.storage.base import Storage
+from holdfast.storage.base import QueueDamaged, Storage
+from holdfast.storage.local import table as tables
 from holdfast.storage.local.audit import repair_page, unreadable_meta
-from holdfast.storage.local.table import (
-    QueueMeta,
-    QueueTransaction,
-    Table,
-    as_read,
-    listed,
-    read_cursor,
-    served_by,
-    write_cursor,
-)
+from holdfast.storage.local.table import QueueMeta, QueueTransaction, Table
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS, MAX_SWEEP
 
 T = TypeVar("T")
 
 SWEEP_ON_CLAIM = 10
-"""How many leases, and how many finished records, a claim sweeps in passing."""
+"""The most leases, and the most finished records, that a claim sweeps."""
 FORGET_ON_ENQUEUE = 2
-"""How many finished records an enqueue call forgets in passing, so that a queue without workers stays bounded."""
+"""The most finished records that an enqueue call forgets, so that a queue without workers stays bounded."""
 
 
 class Engine:
-    """The storage protocol's verbs as plain functions over a `Table`."""
+    """The verbs of `Storage` as plain functions over a `Table`."""
 
     def __init__(self, table: Table, clock: Clock) -> None:
         self.table = table
         self.clock = clock
 
-    def _existing(self, queue: str) -> QueueTransaction | None:
-        meta = self.table.meta(queue)
-        return None if meta is None else QueueTransaction(self.table, queue, meta, self.clock.now_us())
+    def _begin(self, queue: str) -> QueueTransaction:
+        """Begin a step on a queue. A queue that does not exist is empty, and stays so."""
+        return QueueTransaction(self.table, queue, self.table.meta(queue) or QueueMeta(), self.clock.now_us())
 
-    def _open(self, queue: str) -> QueueTransaction:
+    def _create(self, queue: str) -> QueueTransaction:
+        """Begin a step on a queue, and create the queue if it does not exist."""
         return QueueTransaction(self.table, queue, self.table.open(queue), self.clock.now_us())
 
-    def _time(self, queue: str) -> QueueTime:
-        meta = self.table.meta(queue)
-        time = QueueTime() if meta is None else replace(meta.time)
-        time.tick(self.clock.now_us())
-        return time
-
-    def enqueue(self, queue: str, requests: Sequence[Request]) -> list[replies.Enqueued]:
-        transaction = self._open(queue)
+    def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
+        transaction = self._create(queue)
         transaction.sweep_forgotten(FORGET_ON_ENQUEUE)
-        results = _start(transaction, requests) or _enqueue(transaction, requests)
+        results = _start(transaction, jobs) or _enqueue(transaction, jobs)
         transaction.close()
         return results
 
     def claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return replies.Claim([], self.clock.now_us(), None, None)
+        transaction = self._begin(queue)
         transaction.sweep(SWEEP_ON_CLAIM)
         transaction.sweep_forgotten(SWEEP_ON_CLAIM)
         paused = transaction.meta.paused
@@ -79,7 +64,11 @@ class Engine:
         next_run_at = None if paused else self.table.next_run_at(queue)
         next_sweep_at = self.table.next_sweep_at(queue)
         return replies.Claim(
-            [as_read(job, transaction.time) for job in jobs], transaction.now, next_run_at, next_sweep_at, paused
+            [tables.as_read(job, transaction.time) for job in jobs],
+            transaction.now,
+            next_run_at,
+            next_sweep_at,
+            paused,
         )
 
     def ready(self, queues: Sequence[str]) -> list[str]:
@@ -87,34 +76,30 @@ class Engine:
 
     def _is_ready(self, queue: str) -> bool:
         try:
-            meta = self.table.meta(queue)
-        except StorageUnavailable:
+            transaction = self._begin(queue)
+        except QueueDamaged:
             return True  # The claim of this queue says what is wrong, and no other queue is held up.
-        if meta is None:
-            return False
-        times = [self.table.next_sweep_at(queue), None if meta.paused else self.table.next_run_at(queue)]
-        now = self._time(queue).last_at
-        return any(at is not None and at <= now for at in times)
+        next_run_at = None if transaction.meta.paused else self.table.next_run_at(queue)
+        times = (self.table.next_sweep_at(queue), next_run_at)
+        return any(at is not None and at <= transaction.now for at in times)
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
-        """Lease what is due. A job whose wall time is early, because the clock has stepped, moves to its place first,
-        and a garbled record to the failed ones: then others may be due in their places."""
-        transaction = self._open(queue)
+        """Lease jobs that are due. First a job that is not due by wall time, because the clock stepped back, moves to
+        its place, and a damaged record to the failed ones. Then other jobs may be due in their places."""
+        transaction = self._begin(queue)
         due = self.table.due(queue, transaction.now, limit)
         passed_over = [job for job in due if not _fits(job, transaction.time)]
         if passed_over:
             for job in passed_over:
                 transaction.rewrite(job, lifecycle.follow_clock(job, transaction.time))
             transaction.close()
-            transaction = self._open(queue)
+            transaction = self._begin(queue)
             due = self.table.due(queue, transaction.now, limit)
             due = [job for job in due if _fits(job, transaction.time)]
         return _claim(transaction, due, worker, lease_ms)
 
     def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return [replies.SettleResult.LOST] * len(batch)
+        transaction = self._begin(queue)
         records = transaction.load([item.id for item in batch])
         results: list[replies.SettleResult] = []
         follow_ups: list[Request] = []
@@ -130,15 +115,13 @@ class Engine:
             results.append(replies.SettleResult.OK)
         transaction.close()
         if follow_ups:
-            companion = self._open(queue + FAILED_SUFFIX)
+            companion = self._create(queue + FAILED_SUFFIX)
             _enqueue(companion, follow_ups)
             companion.close()
         return results
 
     def extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return replies.Extended(list(leases), [])
+        transaction = self._begin(queue)
         records = transaction.load([lease.id for lease in leases])
         lost: list[LeaseRef] = []
         cancel_asked: list[LeaseRef] = []
@@ -163,9 +146,7 @@ class Engine:
     def _change_each(
         self, queue: str, ids: Sequence[str], decide: Callable[[Job | None, int], tuple[lifecycle.Step, T]]
     ) -> list[T]:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return [decide(None, 0)[1] for _ in ids]
+        transaction = self._begin(queue)
         records = transaction.load(ids)
         results: list[T] = []
         for id in ids:
@@ -176,26 +157,30 @@ class Engine:
         return results
 
     def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
-        time = self._time(queue)
-        loaded = self.table.load(queue, ids)
-        found = [loaded.get(id) for id in ids]
-        return [None if job is None or lifecycle.forgotten(job, time.last_at) else as_read(job, time) for job in found]
+        transaction = self._begin(queue)
+        loaded = transaction.load(ids)
+        jobs = (loaded[id] for id in ids)
+        return [
+            None if job is None or lifecycle.forgotten(job, transaction.now) else tables.as_read(job, transaction.time)
+            for job in jobs
+        ]
 
     def scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
-        states, start = read_cursor(state, after)
+        time = self._begin(queue).time
+        states, start = tables.read_cursor(state, after)
         jobs: list[Job] = []
         end: str | None = None
         for at in states:
             page, place = self.table.page(queue, at, start, max(limit - len(jobs), 1))
             if page and len(jobs) == limit:
-                end = write_cursor(state, at, None)
+                end = tables.write_cursor(state, at, None)
                 break
             jobs += page
             if place is not None:
-                end = write_cursor(state, at, place)
+                end = tables.write_cursor(state, at, place)
                 break
             start = None
-        return replies.Page(listed(jobs, self._time(queue)), end)
+        return replies.Page(tables.listed(jobs, time), end)
 
     def snapshot(self) -> replies.Snapshot:
         now = self.clock.now_us()
@@ -203,9 +188,11 @@ class Engine:
         return replies.Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
 
     def _stats(self, queue: str, workers: Sequence[replies.WorkerInfo]) -> replies.QueueStats:
-        meta = self.table.meta(queue) or QueueMeta()
-        now = self._time(queue).last_at
-        counts = meta.counts
+        try:
+            transaction = self._begin(queue)
+        except QueueDamaged as error:
+            return replies.QueueStats(queue, problem=str(error))
+        meta, now, counts = transaction.meta, transaction.now, transaction.meta.counts
         past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
         heads = self.table.due(queue, now, len(PRIORITIES), 1) if counts.get(State.WAITING, 0) > scheduled else []
@@ -223,7 +210,7 @@ class Engine:
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=meta.paused,
             reason=meta.reason,
-            workers=[w.worker for w in workers if queue in served_by(w)],
+            workers=[w.worker for w in workers if queue in tables.served_by(w)],
             totals=dict(meta.totals),
         )
 
@@ -234,18 +221,14 @@ class Engine:
         self.table.write_meta(queue)
 
     def sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return replies.Swept([], [], 0, False, None)
+        transaction = self._begin(queue)
         overdue, stalled, more = transaction.sweep(limit, worker)
         forgotten = transaction.sweep_forgotten(limit)
         transaction.close()
         return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
     def purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
-        transaction = self._existing(queue)
-        if transaction is None:
-            return 0
+        transaction = self._begin(queue)
         done = 0
         for state in (state for state in State if state in states and state is not State.RUNNING):
             if done == limit:
@@ -258,7 +241,7 @@ class Engine:
         if State.RUNNING in states:
             done += self._ask_to_cancel(transaction, limit - done)
         transaction.close()
-        if drop and not done and not any(transaction.meta.counts.get(state) for state in State):
+        if drop and not done and self.table.meta(queue) and not any(map(transaction.meta.counts.get, State)):
             self.table.drop(queue)
         return done
 
@@ -296,18 +279,15 @@ class Engine:
 
     def repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         problems = [unreadable_meta(queue)] if self.table.rebuild_meta(queue, dry_run) else []
-        if problems and dry_run:
+        if (problems and dry_run) or self.table.meta(queue) is None:
             return replies.Repaired(problems, 0, None)
-        transaction = self._existing(queue)
-        if transaction is None:
-            return replies.Repaired([], 0, None)
-        page = repair_page(transaction, dry_run, cursor)
+        page = repair_page(self._begin(queue), dry_run, cursor)
         return replace(page, problems=problems + page.problems)
 
 
 def _start(transaction: QueueTransaction, requests: Sequence[Request]) -> list[replies.Enqueued] | None:
-    """Enqueue ids that Holdfast made. They are new, so no record is read first. None if an id was chosen by its caller,
-    has no payload or is there already: then nothing was done."""
+    """Enqueue ids that Holdfast made: they are new, so no record is read first. Return None, and change nothing, if an
+    id was chosen by the caller, has no payload or exists."""
     if any(request.custom_id or request.work.payload is None for request in requests):
         return None
     time = transaction.time
@@ -346,7 +326,7 @@ def _claim(transaction: QueueTransaction, due: Sequence[Job], worker: str, lease
 
 
 def _fits(job: Job, time: QueueTime) -> bool:
-    """Can a claim lease a record that is listed as due?"""
+    """Return whether a claim can lease a record that its index lists as due."""
     return job.outcome is None and (job.wall_at == 0 or lifecycle.follow_clock(job, time) is job)
 
 
@@ -354,21 +334,15 @@ class LocalStorage(Storage):
     """A storage whose verbs are methods of `Engine`. Memory and SQLite differ in how `_step` makes one atomic."""
 
     @abstractmethod
-    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
-        """Run a verb as one atomic step. `items` says how many records it may touch."""
-
-    async def _look(self, verb: Callable[[Engine], T]) -> T:
-        """Run a verb that only reads, and may read many records."""
-        return await self._step(verb, writes=False)
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int | None = 1) -> T:
+        """Run a verb as one atomic step. `items` is the number of records it may touch; None is any number, and the
+        verb only reads."""
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
         return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         return await self._step(lambda engine: engine.claim(queue, limit, worker, lease_ms), items=limit)
-
-    async def _ready(self, queues: Sequence[str]) -> list[str]:
-        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
         return await self._step(lambda engine: engine.settle(queue, batch, worker), items=len(batch))
@@ -379,17 +353,8 @@ class LocalStorage(Storage):
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]:
         return await self._step(lambda engine: engine.cancel(queue, ids), items=len(ids))
 
-    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
-        return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
-
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
         return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least), items=len(ids))
-
-    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
-        return await self._look(lambda engine: engine.scan(queue, state, after, limit))
-
-    async def _snapshot(self) -> replies.Snapshot:
-        return await self._look(lambda engine: engine.snapshot())
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         await self._step(lambda engine: engine.pause(queue, paused, reason))
@@ -406,7 +371,18 @@ class LocalStorage(Storage):
     async def _evict(self, worker: str) -> bool:
         return await self._step(lambda engine: engine.evict(worker))
 
+    async def _ready(self, queues: Sequence[str]) -> list[str]:
+        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
+
+    async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
+        return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))
+
+    async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
+        return await self._step(lambda engine: engine.scan(queue, state, after, limit), writes=False, items=None)
+
+    async def _snapshot(self) -> replies.Snapshot:
+        return await self._step(lambda engine: engine.snapshot(), writes=False, items=None)
+
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
-        if dry_run:
-            return await self._look(lambda engine: engine.repair(queue, True, cursor))
-        return await self._step(lambda engine: engine.repair(queue, False, cursor), items=MAX_ITEMS)
+        items = None if dry_run else MAX_ITEMS
+        return await self._step(lambda engine: engine.repair(queue, dry_run, cursor), writes=not dry_run, items=items)

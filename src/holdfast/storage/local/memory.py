@@ -1,6 +1,6 @@
-"""Jobs in the memory of one process: a real storage, the tests' oracle, and what users' own tests run on.
+"""Jobs in the memory of one process: for the tests of users, and the reference that other storages are compared with.
 
-Indexes are sorted lists. `memory://name` is shared by all who use that name in the process.
+Indexes are sorted lists. All users of `memory://name` in a process share one storage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast._core.replies import Enqueued, StorageInfo, WorkerInfo
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
-from holdfast.storage.local.table import Change, Found, Place, QueueMeta, SortKey, count, index_of, view_of
+from holdfast.storage.local.table import Change, Found, Place, QueueMeta, count, index_of, view_of
 from holdfast.storage.validation import id_bytes
 
 T = TypeVar("T")
@@ -40,22 +40,20 @@ class MemoryQueue:
         self.place(key, job)
         count(self.meta, job.state, view_of(job), 1)
 
-    def entry(self, key: bytes, job: Job) -> tuple[str | None, SortKey]:
-        """Where a record stands: its own place, or none if it is not there."""
+    def find(self, key: bytes, job: Job) -> int | None:
+        """Return the position of a record in its index; None if it is not there."""
         index, at = index_of(job)
         entries = self.indexes[index]
-        place = bisect.bisect_left(entries, (at, key))
-        return (index, at) if place < len(entries) and entries[place] == (at, key) else (None, ())
+        position = bisect.bisect_left(entries, (at, key))
+        return position if entries[position : position + 1] == [(at, key)] else None
 
     def displace(self, key: bytes, job: Job) -> None:
-        index, at = index_of(job)
-        entries = self.indexes[index]
-        place = bisect.bisect_left(entries, (at, key))
-        if place < len(entries) and entries[place] == (at, key):
-            del entries[place]
+        position = self.find(key, job)
+        if position is not None:
+            del self.indexes[job.state][position]
 
     def read(self, state: State, start: int, end: int) -> list[Job]:
-        """The records of a part of an index. An entry that does not fit its record is passed over."""
+        """Return the records of a part of an index. An entry whose record has another state, or none, is skipped."""
         jobs = (self.records.get(key) for _, key in self.indexes[state][start:end])
         return [job for job in jobs if job is not None and job.state is state]
 
@@ -67,14 +65,17 @@ class MemoryTable:
         self._queues: dict[str, MemoryQueue] = {}
         self._workers: dict[str, WorkerInfo] = {}
         self._floor = 0
-        """The highest stamp of the queues that were dropped: none is given out twice."""
+        """The highest stamp of the dropped queues: new queues begin above it, so no stamp is used twice."""
         self.events: list[Event] = []
         self.home: int | None = None
-        """The process that opened it first. A forked process has a copy that it shares with no other."""
+        """Id of the process that opened the storage first. A forked process has a copy of its own."""
+
+    def _queue(self, queue: str) -> MemoryQueue:
+        """Return a queue to read from: one that does not exist is empty."""
+        return self._queues.get(queue) or MemoryQueue()
 
     def meta(self, queue: str) -> QueueMeta | None:
-        found = self._queues.get(queue)
-        return None if found is None else found.meta
+        return self._queue(queue).meta if queue in self._queues else None
 
     def open(self, queue: str) -> QueueMeta:
         if queue not in self._queues:
@@ -89,9 +90,7 @@ class MemoryTable:
         return list(self._queues)
 
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
-        if queue not in self._queues:
-            return {}
-        records = self._queues[queue].records
+        records = self._queue(queue).records
         return {id: job for id in ids if (job := records.get(id_bytes(id))) is not None}
 
     def add(self, queue: str, jobs: Sequence[Job]) -> bool:
@@ -126,44 +125,42 @@ class MemoryTable:
         found: list[Job] = []
         for low, high in self._spans(queue, now):
             if low < high:
-                found += self._queues[queue].read(State.WAITING, low, min(high, low + min(each, limit - len(found))))
+                found += self._queue(queue).read(State.WAITING, low, min(high, low + min(each, limit - len(found))))
         return found
 
     def next_run_at(self, queue: str) -> int | None:
-        entries = self._queues[queue].indexes[State.WAITING]
+        entries = self._queue(queue).indexes[State.WAITING]
         firsts = (bisect.bisect_left(entries, ((-priority,), b"")) for priority in PRIORITIES)
         return min((entries[first][0][1] for first in firsts if first < len(entries)), default=None)
 
     def scheduled(self, queue: str, now: int) -> int:
         due = sum(high - low for low, high in self._spans(queue, now))
-        return len(self._queues[queue].indexes[State.WAITING]) - due
+        return len(self._queue(queue).indexes[State.WAITING]) - due
 
     def _spans(self, queue: str, now: int) -> list[tuple[int, int]]:
-        """Which part of each priority's stretch of the index is due, the highest priority first."""
-        entries = self._queues[queue].indexes[State.WAITING]
+        """Return the part of the waiting index that is due for each priority, the highest priority first."""
+        entries = self._queue(queue).indexes[State.WAITING]
         return [
             (bisect.bisect_left(entries, ((-priority,), b"")), bisect.bisect_left(entries, ((-priority, now + 1), b"")))
             for priority in reversed(PRIORITIES)
         ]
 
     def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
-        return self._queues[queue].read(state, 0, min(self.past(queue, state, now), limit))
+        return self._queue(queue).read(state, 0, min(self.past(queue, state, now), limit))
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
-        running = self._queues[queue].read(State.RUNNING, 0, len(self._queues[queue].indexes[State.RUNNING]))
+        running = self._queue(queue).read(State.RUNNING, 0, len(self._queue(queue).indexes[State.RUNNING]))
         return [job for job in running if job.worker == worker][:limit]
 
     def past(self, queue: str, state: State, now: int) -> int:
-        return bisect.bisect_left(self._queues[queue].indexes[state], ((now + 1,), b""))
+        return bisect.bisect_left(self._queue(queue).indexes[state], ((now + 1,), b""))
 
     def next_sweep_at(self, queue: str) -> int | None:
-        entries = self._queues[queue].indexes[State.RUNNING]
+        entries = self._queue(queue).indexes[State.RUNNING]
         return entries[0][0][0] if entries else None
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
-        if queue not in self._queues:
-            return [], None
-        source = self._queues[queue]
+        source = self._queue(queue)
         entries = source.indexes[state]
         start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
@@ -180,21 +177,24 @@ class MemoryTable:
             self._workers[worker] = stats
 
     def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
-        source = self._queues[queue]
+        source = self._queue(queue)
         keys = sorted(key for key in source.records if after is None or key > after[1])[:limit]
-        return [
-            Found(validation.clean_id(key), job, job.payload, *source.entry(key, job))
-            for key, job in ((key, source.records[key]) for key in keys)
-        ]
+        found: list[Found] = []
+        for key in keys:
+            job = source.records[key]
+            index, at = index_of(job)
+            is_indexed = source.find(key, job) is not None
+            found.append(Found(validation.clean_id(key), job, job.payload, index if is_indexed else None, at))
+        return found
 
     def tally(self, queue: str) -> dict[str, int]:
         counted = QueueMeta()
-        for job in self._queues[queue].records.values():
+        for job in self._queue(queue).records.values():
             count(counted, job.state, view_of(job), 1)
         return counted.counts
 
     def check_indexes(self, queue: str) -> list[str]:
-        source = self._queues[queue]
+        source = self._queue(queue)
         strays: list[str] = []
         for index, entries in source.indexes.items():
             for at, key in entries:
@@ -206,15 +206,15 @@ class MemoryTable:
         return strays
 
     def rebuild_indexes(self, queue: str) -> None:
-        source = self._queues[queue]
+        source = self._queue(queue)
         source.indexes = {state: [] for state in State}
         for key, job in source.records.items():
             source.place(key, job)
 
 
 class MemoryStorage(LocalStorage):
-    """Jobs in the memory of this process, lost with it. For any number of threads: a step holds the lock, and its
-    events are handed to the loops of the listeners."""
+    """Jobs in the memory of this process, lost when it ends. Thread-safe: a step holds the lock, and its events are
+    sent to the loops of the listeners."""
 
     def __init__(
         self,
@@ -241,8 +241,8 @@ class MemoryStorage(LocalStorage):
             home = self.table.home = self.table.home or os.getpid()
             if home != os.getpid():
                 raise StorageUnavailable(
-                    f"{self!r} is in the memory of process {home}, which would not see what is done to its copy here:"
-                    " share a SQLite file between processes"
+                    f"{self!r} is in the memory of process {home}, and this process has only a copy:"
+                    " use a SQLite file to share jobs between processes"
                 )
             self._opened += 1
             self._pid = home
@@ -258,18 +258,16 @@ class MemoryStorage(LocalStorage):
         return StorageInfo(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
 
     def clone(self) -> Self:
-        """Everything is shared but whether it is open."""
+        """Return a storage that shares everything with this one, except whether it is open."""
         clone = copy.copy(self)
         clone.lazy, clone._opening = False, None
         clone._opened, clone._pid = 0, None
         return clone
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
-        raise OptionError(
-            f"{self!r} has no transactions that a job could be part of: use a SQLite file, Redis or Valkey, or enqueue"
-        )
+        raise OptionError(f"{self!r} has no transactions: call enqueue, or use a SQLite file, Redis or Valkey")
 
-    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int | None = 1) -> T:
         with self._lock:
             result = verb(self._engine)
             events, self.table.events = self.table.events, []

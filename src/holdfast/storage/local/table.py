@@ -1,5 +1,5 @@
-"""Between the verbs and a storage of records: what a `Table` must offer inside one atomic step, the transaction that
-collects the changes of a step, and how records look to their readers.
+"""What the verbs need of a storage of records: the `Table` protocol, the transaction that collects the changes of one
+step, and the form in which readers get records.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.errors import OptionError
 from holdfast.storage.validation import MAX_ITEMS, decode_cursor, encode_cursor
 
 MAX_LISTED_BYTES = 4096
-"""An error, a progress or an entry of an extension that is longer is left out of a list; `get` has it."""
+"""A longer error, progress or extension entry is left out of a list; `get` returns it."""
 VIEWS = ("retrying", "deferred")
-"""What records are counted under besides their state."""
+"""Names under which records are counted in addition to their state."""
 
 SortKey = tuple[int, ...]
-"""Where a record stands in its index; ties are broken by id."""
+"""The key of a record in its index; the id breaks ties."""
 Place = tuple[SortKey, bytes]
-"""A place in an index: a key and an id. Among all records, by id, the key is empty."""
+"""A place in an index: key and id. In the order of all records by id, the key is empty."""
 
 
 class QueueMeta(msgspec.Struct):
@@ -49,7 +49,7 @@ class Change(msgspec.Struct, gc=False):
 
 
 class Found(msgspec.Struct):
-    """A record as the audit meets it. `job` is None if it cannot be read, `key` if it is in no index."""
+    """A record as the audit finds it. `job` is None if it cannot be read, `index` if it is in no index."""
 
     id: str
     job: Job | None
@@ -59,12 +59,15 @@ class Found(msgspec.Struct):
 
 
 class Table(Protocol):
-    """The records of a namespace, inside one atomic step. A record that cannot be read, or that is read from an index
-    which its state does not name, is given as `damaged`; when it is written, having been live, `write` adds it to the
-    failed ones in the totals. `meta` raises StorageUnavailable if the metadata cannot be read; `rebuild_meta` returns
-    whether that is so, and then makes it from the records, unless this is a dry run. `add` writes new jobs unread:
-    False if one of the ids has a record, or is there twice, and then nothing has happened. `due` returns at most `each`
-    jobs of one priority."""
+    """The records of a namespace, inside one atomic step.
+
+    A step calls `meta` or `open` of a queue first. To all reading methods, a queue that does not exist is empty.
+    A record that cannot be read, or that is in the index of another state, is returned as `lifecycle.damaged`. When
+    such a record was live and is written, `write` counts it as failed in the totals.
+    `meta` raises QueueDamaged if the metadata cannot be read. `rebuild_meta` returns whether that is the case, and then
+    makes the metadata from the records, unless this is a dry run. `add` writes new jobs without reading: it returns
+    False and changes nothing if an id has a record or is listed twice. `due` returns at most `each` jobs of a priority.
+    """
 
     def meta(self, queue: str) -> QueueMeta | None: ...
     def open(self, queue: str) -> QueueMeta: ...
@@ -92,7 +95,7 @@ class Table(Protocol):
 
 
 def index_of(job: Job) -> tuple[str, SortKey]:
-    """The one index that a record is in, and its place there. The only place that says so in Python."""
+    """Return the one index that a record is in, and its key there. No other Python code decides this."""
     if job.outcome is not None:
         return job.outcome.state, (job.outcome.forget_at,)
     if job.run is not None:
@@ -115,7 +118,7 @@ def view_of(job: Job) -> str | None:
 
 
 def count(meta: QueueMeta, state: str, view: str | None, by: int) -> None:
-    """Count a record in (by=1) or out (by=-1)."""
+    """Add `by` records to the counts: 1 for a new record, -1 for one that is gone."""
     meta.counts[state] = meta.counts.get(state, 0) + by
     if view is not None:
         meta.counts[view] = meta.counts.get(view, 0) + by
@@ -160,7 +163,7 @@ class QueueTransaction:
         return after
 
     def add(self, jobs: Sequence[Job]) -> bool:
-        """Write new jobs at once, without having read what there is. False if that would have made a difference."""
+        """Write new jobs without reading first. Return False, and change nothing, if a record of an id exists."""
         if not self.table.add(self.queue, jobs):
             return False
         for job in jobs:
@@ -173,7 +176,7 @@ class QueueTransaction:
         self._events.append(Event(kind, self.queue, id, generation, run_at))
 
     def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str], bool]:
-        """Mark or take back expired leases: those now overdue, those taken back, and whether there may be more."""
+        """Mark or take back expired leases. Return the ids now overdue, the ids taken back, and whether to repeat."""
         overdue: list[str] = []
         stalled: list[str] = []
         if not self.meta.counts.get(State.RUNNING):
@@ -204,12 +207,12 @@ class QueueTransaction:
         return len(jobs)
 
     def rewrite(self, before: Job, after: Job) -> None:
-        """Write a record without an event. A damaged record reads as failed: written as it is, it moves there."""
+        """Write a record without an event. A damaged record is read as failed, so writing it moves it to the failed."""
         self._changes[before.id] = Change(before.id, before, after)
 
     def close(self) -> None:
-        """Write what has changed. A step that changed nothing leaves no trace, not even in the queue's time, unless
-        it was the first to see the clock step back."""
+        """Write all changes. A step without changes writes nothing, not even the queue's time, unless it is the first
+        to notice that the clock stepped back."""
         if self._changes or self._events:
             self.meta.time = self.time
             self.table.write(self.queue, list(self._changes.values()), self._events)
@@ -222,7 +225,7 @@ class QueueTransaction:
 
 
 def as_read(job: Job, time: QueueTime) -> Job:
-    """A record as its readers know it: `run_at` in wall time, and no previous outcome past its forget time."""
+    """Return a record for a reader: `run_at` in wall time, and no previous outcome past its forget time."""
     job = lifecycle.tidy(job, time.last_at)
     if not time.skew:
         return job
@@ -230,7 +233,7 @@ def as_read(job: Job, time: QueueTime) -> Job:
 
 
 def listed(jobs: Sequence[Job], time: QueueTime) -> list[Job]:
-    """Records as `scan` gives them: none that is forgotten, and without the bytes that could make a page large."""
+    """Return records for `scan`: none past its forget time, and without the bytes that could make a page large."""
     return [_without_bytes(as_read(job, time)) for job in jobs if not lifecycle.forgotten(job, time.last_at)]
 
 
@@ -265,8 +268,8 @@ def _if_small(value: bytes | None) -> bytes | None:
 
 
 def read_cursor(state: State | None, after: str | None) -> tuple[list[State], Place | None]:
-    """The states whose indexes are to be listed, and behind which place of the first. All states are listed one after
-    the other, and the cursor names the one that it is in."""
+    """Return the states to list, one after the other, and the place in the first of them after which to begin. A cursor
+    of a list of all states names its state."""
     states = list(State) if state is None else [state]
     if after is None:
         return states, None
@@ -274,7 +277,9 @@ def read_cursor(state: State | None, after: str | None) -> tuple[list[State], Pl
         name, _, place = after.partition(":") if isinstance(after, str) else ("", "", "")
         if name not in State.__members__.values():
             kind = type(after).__name__
-            raise OptionError(f"{after!r:.80} ({kind}) is not a cursor that was given out for a list of all states")
+            raise OptionError(
+                f"{after!r:.80} ({kind}) is not a cursor of a list of all states: pass one that it returned"
+            )
         states, after = states[states.index(State(name)) :], place
         if not after:
             return states, None
@@ -282,7 +287,7 @@ def read_cursor(state: State | None, after: str | None) -> tuple[list[State], Pl
 
 
 def write_cursor(state: State | None, at: State, end: Place | None) -> str:
-    """A cursor behind a place in the index of a state; without one, at its beginning."""
+    """Return a cursor after a place in the index of a state; without a place, at its beginning."""
     place = "" if end is None else encode_cursor(*end)
     return place if state is not None else f"{at}:{place}"
 

@@ -9,19 +9,19 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
 from holdfast._core import replies
 from holdfast._core.clock import Clock, QueueTime
-from holdfast._core.events import Event, EventKind, Events, Topic
+from holdfast._core.events import Event, EventKind, Topic
 from holdfast._core.jobs import Fail, Job, LeaseRef, Release, Request, Settlement, State, StoredLease
 from holdfast._core.replies import CancelResult, Enqueued, KeepResult, SettleResult
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
-from holdfast.storage.base import Storage
+from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
@@ -31,7 +31,6 @@ from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error
 from holdfast.storage.redis.topology import Servers, all_ended
 from holdfast.storage.redis.urls import pipeline_for, servers_from_client, servers_from_url
-from holdfast.storage.subscriptions import remote_subscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -295,17 +294,20 @@ class RedisStorage(Storage):
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
         queues = sorted(name.decode() for name in names)
         now, workers = await reads.read_workers(self._calls, self._name)
-        stats = await asyncio.gather(*(reads.read_stats(self._calls, self._key(queue)) for queue in queues))
-        found = [(queue, reply) for queue, reply in zip(queues, stats, strict=True) if reply is not None]
-        return replies.Snapshot(now, [reads.queue_stats(queue, reply, workers) for queue, reply in found], workers)
+        found = await asyncio.gather(*(self._stats(queue, workers) for queue in queues))
+        return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
+
+    async def _stats(self, queue: str, workers: Sequence[replies.WorkerInfo]) -> replies.QueueStats | None:
+        try:
+            reply = await reads.read_stats(self._calls, self._key(queue))
+        except QueueDamaged as error:
+            return replies.QueueStats(queue, problem=str(error))
+        return None if reply is None else reads.queue_stats(queue, reply, workers)
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         return await Audit(self._calls, queue, self._key(queue)).step(dry_run, cursor)
 
     # Listening
-
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return remote_subscription(super()._subscribe(topics), lambda: self._listen(topics))
 
     async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
         """Ask the server for events of these topics. Returns a function that ends the subscription."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast._core.clock import Clock
 from holdfast.errors import StorageFull, StorageUnavailable
+from holdfast.storage.base import QueueDamaged
 from holdfast.storage.redis.connection import ServerConnection, resolve
 from holdfast.storage.redis.raw import Argument, Deliver, NodeAddress, Reply, ServerError
 from holdfast.storage.redis.script import SOURCES, Library, layout_error
@@ -226,8 +227,7 @@ class Calls:
             case "HOLDFAST_LAYOUT":
                 return layout_error(f"a queue of {name}", detail.split()[1])
             case "HOLDFAST_METADATA":
-                queue = detail.split()[1].partition("/")[2].replace("}", "", 1)
-                problem = f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
+                return QueueDamaged(detail.split()[1].partition("/")[2].replace("}", "", 1))
             case "HOLDFAST_SUPERSEDED":
                 problem = f"a later call of this client reached {name} first: do not share a storage between processes"
             case "MOVED" | "ASK":

@@ -1,7 +1,7 @@
 """Jobs in one SQLite file, for any number of processes on one host: the embedded default.
 
-Writes and short reads share one connection thread (connection.py), reads that may be long have another. Events are sent
-to the other processes on the file by datagram (notify.py). The records are rows (table.py, schema.sql).
+Writes and short reads share one connection thread (connection.py); reads that may be long have another. Events are sent
+to the other processes of the file by datagram (notify.py). The records are rows (table.py, schema.sql).
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ import logging
 import os
 import re
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import closing
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
-from holdfast._core.events import Event, Events, Topic
+from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import Request
 from holdfast._core.replies import Enqueued, StorageInfo
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
-from holdfast.storage.local.sqlite import notify
-from holdfast.storage.local.sqlite.caller_transaction import in_caller_transaction
-from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, is_busy, translate_sqlite_error
+from holdfast.storage.local.sqlite import connection, notify
+from holdfast.storage.local.sqlite.connection import ConnectionThread
 from holdfast.storage.local.sqlite.table import SqliteTable
-from holdfast.storage.subscriptions import remote_subscription
 
-LAYOUT = 1
-"""The version of schema.sql. A file with a higher one is refused."""
+LAYOUT = 2
+"""The version of schema.sql. A file with another one is refused."""
 CACHE_KIB = 65_536
 SYNCHRONOUS = ("OFF", "NORMAL", "FULL", "EXTRA")
 KEEPS = {
@@ -64,12 +61,12 @@ class SqliteStorage(LocalStorage):
         self._clock = clock or SystemClock()
         self._synchronous = synchronous.upper()
         if self._synchronous not in SYNCHRONOUS:
-            raise OptionError(f"synchronous is one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
+            raise OptionError(f"synchronous must be one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
         self._open_log_level = logging.INFO
         self._receiver: notify.NotifyReceiver | notify.FilePoller | None = None
         self._sender = notify.NotifySender()
         self._topics: set[tuple[str, str]] = set()
-        """Namespace/queue and topic for which other processes send their events here."""
+        """The registered topics, as namespace/queue and kind: other processes send their events here."""
 
     def __repr__(self) -> str:
         return f"<SqliteStorage {self.path}>"
@@ -96,19 +93,19 @@ class SqliteStorage(LocalStorage):
             clock=self._clock,
             max_payload=self._max_payload,
         )
-        clone._open_log_level = logging.DEBUG  # The first storage object has logged it.
+        clone._open_log_level = logging.DEBUG  # The first storage object has logged the file.
         return clone
 
     async def _open(self) -> None:
         if self._pid is not None:
-            raise StorageUnavailable(f"{self!r} is open already: connect once more for a second one")
+            raise StorageUnavailable(f"{self!r} is open already: connect again for a second one")
         waits_for_disk = self._synchronous in ("FULL", "EXTRA")
         threads: list[ConnectionThread] = []
         try:
             for on_commit, waits in ((self._publish, waits_for_disk), (None, True)):
                 threads.append(ConnectionThread(self.path, self._connect, on_commit, waits_for_disk=waits))
                 await threads[-1].open()
-        except BaseException:  # Cancelled, too: a thread must not be left behind.
+        except BaseException:  # Also if cancelled: no thread may be left running.
             for thread in threads:
                 thread.end()
                 await asyncio.shield(thread.close())
@@ -122,7 +119,7 @@ class SqliteStorage(LocalStorage):
         await asyncio.shield(self._close_file())
 
     async def _close_file(self) -> None:
-        """Ask every thread to end before the first await, so that a cancelled caller leaves no thread behind."""
+        """Close everything. Runs shielded, so that a cancelled caller leaves no thread running."""
         receiver, self._receiver = self._receiver, None
         self._topics.clear()
         try:
@@ -138,15 +135,14 @@ class SqliteStorage(LocalStorage):
             await self._writer.close()
             self._sender.close()
 
-    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int = 1) -> T:
+    async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int | None = 1) -> T:
+        if items is None:
+            return await self._reader.call(verb, writes=writes)
         return await self._writer.call(verb, writes=writes, items=items)
 
-    async def _look(self, verb: Callable[[Engine], T]) -> T:
-        return await self._reader.call(verb, writes=False)
-
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
-        with in_caller_transaction(transaction, self.path) as db:
-            _refuse_newer_layout(db, self.path)
+        with connection.in_caller_transaction(transaction, self.path) as db:
+            _refuse_other_layout(db, self.path)
             _make_layout(db)
             table = SqliteTable(db, self.namespace, self._clock)
             table.begin()
@@ -154,10 +150,7 @@ class SqliteStorage(LocalStorage):
             table.flush()
         return [*replies]
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return remote_subscription(super()._subscribe(topics), lambda: self.listen(topics))
-
-    async def listen(self, topics: Sequence[Topic]) -> None:
+    async def _listen(self, topics: Sequence[Topic]) -> None:
         """Register for hints from other processes. A topic stays registered until the storage is closed."""
         wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._topics
         if self._receiver is None:
@@ -199,24 +192,20 @@ class SqliteStorage(LocalStorage):
                 table.dead_listeners.add(address)
 
     def _connect(self) -> tuple[sqlite3.Connection, SqliteTable, Engine]:
-        """Open the file, make or check its layout. Called on the thread that will own the connection."""
-        deadline = time.monotonic() + BUSY_S
-        while True:
-            try:
-                db = self._open_file()
-                table = SqliteTable(db, self.namespace, self._clock)
-                return db, table, Engine(table, self._clock)
-            except sqlite3.Error as error:
-                if not is_busy(error) or time.monotonic() > deadline:
-                    raise translate_sqlite_error(error, self.path) from error
-                time.sleep(0.005)
+        """Open the file and make or check its layout. Called on the thread that will own the connection."""
+        try:
+            db = connection.wait_while_busy(self._open_file)
+        except sqlite3.Error as error:
+            raise connection.translate_sqlite_error(error, self.path) from error
+        table = SqliteTable(db, self.namespace, self._clock)
+        return db, table, Engine(table, self._clock)
 
     def _open_file(self) -> sqlite3.Connection:
         db = sqlite3.connect(
             self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
         )
         try:
-            _refuse_newer_layout(db, self.path)
+            _refuse_other_layout(db, self.path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute(f"PRAGMA synchronous = {self._synchronous}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
@@ -224,7 +213,7 @@ class SqliteStorage(LocalStorage):
                 db.execute("BEGIN IMMEDIATE")
                 _make_layout(db)
                 db.execute("COMMIT")
-            db.execute("PRAGMA secure_delete = FAST")  # Else a large payload's pages are written twice more.
+            db.execute("PRAGMA secure_delete = FAST")  # Otherwise the pages of a large payload are written twice more.
             db.execute("PRAGMA wal_autocheckpoint = 0")  # The connection thread does it between two groups of calls.
             db.execute("PRAGMA busy_timeout = 0")
         except BaseException:
@@ -234,8 +223,8 @@ class SqliteStorage(LocalStorage):
 
 
 def _quick_check(path: Path) -> str | None:
-    """Return what SQLite finds wrong with the file, if anything."""
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+    """Return the damage that SQLite finds in the file; None if the file is sound."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=connection.BUSY_S)) as db:
         try:
             (result,) = db.execute("PRAGMA quick_check(1)").fetchone()
         except sqlite3.Error as error:
@@ -243,16 +232,22 @@ def _quick_check(path: Path) -> str | None:
     return None if result == "ok" else str(result)
 
 
-def _refuse_newer_layout(db: sqlite3.Connection, path: Path) -> None:
+def _refuse_other_layout(db: sqlite3.Connection, path: Path) -> None:
     layout = _layout(db)
-    if layout is not None and (not isinstance(layout, int) or layout > LAYOUT):
-        raise LayoutTooNew(
-            f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
+    if layout is None or layout == LAYOUT:
+        return
+    if isinstance(layout, int) and layout < LAYOUT:
+        raise StorageUnavailable(
+            f"{path} has layout {layout}, which this Holdfast no longer reads (it reads layout {LAYOUT}):"
+            " finish the jobs with the release that wrote them, or use another file"
         )
+    raise LayoutTooNew(
+        f"{path} has layout {layout}, this Holdfast reads up to {LAYOUT}: upgrade it here, or use another file"
+    )
 
 
 def _make_layout(db: sqlite3.Connection) -> None:
-    """In a transaction that was begun, statement by statement: `executescript` would commit what there is."""
+    """Make the tables in the present transaction, one statement at a time: `executescript` would commit it."""
     if _layout(db) is None:
         schema = resources.files("holdfast.storage.local.sqlite").joinpath("schema.sql").read_text()
         for statement in re.sub(r"--[^\n]*", "", schema).split(";"):
@@ -261,7 +256,7 @@ def _make_layout(db: sqlite3.Connection) -> None:
 
 
 def _layout(db: sqlite3.Connection) -> object:
-    """The version in the file; None if there is none yet."""
+    """Return the layout of the file; None if it has no tables of Holdfast yet."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'holdfast_meta'").fetchone():
         return None
     row = db.execute("SELECT value FROM holdfast_meta WHERE key = 'layout'").fetchone()

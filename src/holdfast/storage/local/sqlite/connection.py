@@ -1,35 +1,37 @@
 """A SQLite connection, the thread that owns it, and group commit.
 
-Calls line up; the thread takes all that queued up while it was busy and runs them as one transaction, in order.
-A burst of callers so costs one commit. A single small call is run on its caller's thread: a commit that does not wait
-for the disk takes less time than the way to another thread and back (docs/development/decisions/0003).
+The thread takes all calls that were queued while it was busy and runs them as one transaction, in order, so a burst of
+calls costs one commit. A single small call runs on its caller's thread: a commit that does not wait for the disk takes
+less time than the way to another thread and back (docs/development/decisions/0003).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from holdfast.errors import StorageFull, StorageUnavailable
+from holdfast.errors import OptionError, StorageFull, StorageUnavailable
 from holdfast.storage.local.engine import Engine
 from holdfast.storage.local.sqlite.table import SqliteTable
 
 MAX_GROUP = 100
-"""Calls that share one transaction."""
+"""The most calls that share one transaction."""
 MAX_INLINE_ITEMS = 16
 """A call with more items than this is never run on its caller's thread."""
 CHECKPOINT_EVERY = 1000
-"""Pages, roughly, that the log may grow by before they are moved into the file."""
+"""The log is moved into the file when it has grown by about this number of pages."""
 PAGES_A_COMMIT, EVENTS_A_PAGE, PAGE_BYTES = 4, 8, 4096
-"""How the growth of the log is reckoned."""
+"""How the growth of the log is estimated: pages a commit, events that share a page, bytes of payload a page."""
 BUSY_S = 10.0
 """How long a call waits for other processes to finish their transactions."""
 
@@ -38,7 +40,7 @@ log = logging.getLogger("holdfast.sqlite")
 
 
 class _Call(Generic[T]):
-    """A verb on its way to the thread, and the future that its caller awaits."""
+    """A verb that is queued for the thread, and the future that its caller awaits."""
 
     __slots__ = ("error", "future", "loop", "result", "verb", "writes")
 
@@ -70,7 +72,7 @@ class ConnectionThread:
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._pending = 0
-        """Calls that are lined up or running: a call may only go ahead of the line if there is none."""
+        """The number of queued and running calls. A call may run on its caller's thread only if there are none."""
         self._connection_lock = threading.Lock()
         self._since_checkpoint = 0
         self._opened = threading.Event()
@@ -95,7 +97,7 @@ class ConnectionThread:
             self._calls.put(call)
             return await call.future
         try:
-            await asyncio.sleep(0)  # The loop gets its turn, and other calls made in this turn line up as a group.
+            await asyncio.sleep(0)  # Other calls of this turn of the loop are queued as a group.
         finally:
             self._done(1)
         if call.error is not None:
@@ -103,8 +105,8 @@ class ConnectionThread:
         return call.result
 
     def end(self, after: ConnectionThread | None = None) -> None:
-        """Let the thread end when it has done what is lined up, and close its connection after that of another thread.
-        SQLite moves the log into the file when the last connection closes, but not if two close at the same moment."""
+        """Let the thread end after the queued calls, and close its connection after that of another thread. SQLite
+        moves the log into the file when the last connection closes, but not if two close at the same moment."""
         self._close_after = after
         self._calls.put(None)
 
@@ -113,8 +115,8 @@ class ConnectionThread:
         await asyncio.to_thread(self._thread.join)
 
     def _run_inline(self, call: _Call[Any]) -> bool:
-        """Run a call on its caller's thread. False if that would mean to wait, for another process or for
-        a checkpoint: waiting is for the connection thread."""
+        """Run a call on its caller's thread. Return False if it would have to wait for another process or for a
+        checkpoint: only the connection thread waits."""
         if not self._connection_lock.acquire(blocking=False):
             return False
         try:
@@ -140,13 +142,13 @@ class ConnectionThread:
         finally:
             self._opened.set()
         while not self._closing:
-            lined_up = self._next_group()
-            group = [call for call in lined_up if not call.future.cancelled()]
+            queued = self._next_group()
+            group = [call for call in queued if not call.future.cancelled()]
             if group:
                 with self._connection_lock:
                     self._run(group)
                 _deliver(group)
-            self._done(len(lined_up))
+            self._done(len(queued))
             if self._since_checkpoint >= CHECKPOINT_EVERY:
                 self._checkpoint()
         if self._close_after is not None:
@@ -154,13 +156,13 @@ class ConnectionThread:
         self._db.close()
 
     def _checkpoint(self) -> None:
-        """Move what was written from the log into the file. It waits for the disk, so no call should wait for it."""
+        """Move what was written from the log into the file. This waits for the disk, so no call should wait for it."""
         with self._connection_lock:
             try:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.Error as error:
-                log.warning("could not checkpoint %s (%s): trying again later", self._path, error)
-        self._since_checkpoint = 0  # Only now: until here, every call lines up instead of waiting for the lock.
+                log.warning("checkpoint of %s failed (%s): trying again later", self._path, error)
+        self._since_checkpoint = 0  # Only now: until here, every call is queued instead of waiting for the lock.
 
     def _next_group(self) -> list[_Call[Any]]:
         group: list[_Call[Any]] = []
@@ -174,7 +176,7 @@ class ConnectionThread:
         return group
 
     def _run(self, group: list[_Call[Any]]) -> None:
-        """Run a group as one transaction. If that fails, nothing has happened: then each call gets its own."""
+        """Run a group as one transaction. If it fails, it has changed nothing, and each call gets its own."""
         try:
             self._transaction(group, patient=True)
         except Exception as error:
@@ -187,7 +189,11 @@ class ConnectionThread:
 
     def _transaction(self, group: list[_Call[Any]], *, patient: bool) -> None:
         writes = any(call.writes for call in group)
-        self._begin("BEGIN IMMEDIATE" if writes else "BEGIN", group if patient else None)
+        statement = "BEGIN IMMEDIATE" if writes else "BEGIN"
+        wait_while_busy(
+            lambda: self._begin(statement),
+            lambda: patient and not all(call.future.cancelled() for call in group),
+        )
         try:
             for call in group:
                 call.result = call.verb(self._engine)
@@ -203,40 +209,29 @@ class ConnectionThread:
             self._notify()
 
     def _notify(self) -> None:
-        """Call `on_commit`. The commit stands, also if that fails."""
+        """Call `on_commit`. An error there is logged, because the commit stands."""
         try:
             if self._on_commit is not None:
                 self._on_commit(self.table)
         except Exception:
-            log.exception("could not publish the events of a commit to %s", self._path)
+            log.exception("publishing the events of a commit to %s failed", self._path)
 
     def _roll_back(self) -> None:
         self.table.forget_cache()
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def _begin(self, statement: str, waiting: list[_Call[Any]] | None) -> None:
-        """Begin. While a call of `waiting` is not cancelled, wait for other processes in short random naps: those of
-        SQLite grow to 100 ms. A step that only reads may also find the file busy at its first look, while another
-        process recovers the log."""
-        deadline = time.monotonic() + BUSY_S
-        nap_s = 0.0002
-        while True:
-            try:
-                self._db.execute(statement)
-                self.table.begin()
-                return
-            except sqlite3.OperationalError as error:
-                self._roll_back()
-                patient = waiting is not None and not all(call.future.cancelled() for call in waiting)
-                if not patient or not is_busy(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(nap_s * (0.5 + random.random()))
-            nap_s = min(nap_s * 1.5, 0.005)
+    def _begin(self, statement: str) -> None:
+        try:
+            self._db.execute(statement)
+            self.table.begin()
+        except sqlite3.OperationalError:
+            self._roll_back()
+            raise
 
 
 def _deliver(group: list[_Call[Any]]) -> None:
-    """Hand the results to their loops: one wake-up per loop."""
+    """Send the results to the loops of their callers, with one wake-up per loop."""
     for loop in {call.loop for call in group}:
         try:
             loop.call_soon_threadsafe(_resolve, [call for call in group if call.loop is loop])
@@ -254,31 +249,126 @@ def _resolve(calls: list[_Call[Any]]) -> None:
             call.future.set_result(call.result)
 
 
+def wait_while_busy(attempt: Callable[[], T], is_wanted: Callable[[], bool] = lambda: True) -> T:
+    """Repeat `attempt` while another process locks the file, for at most `BUSY_S` and while the result is wanted. The
+    naps in between are short and random, because those of SQLite grow to 100 ms. A transaction that only reads may be
+    refused as well, while another process recovers the log."""
+    deadline = time.monotonic() + BUSY_S
+    nap_s = 0.0002
+    while True:
+        try:
+            return attempt()
+        except sqlite3.Error as error:
+            if not is_busy(error) or not is_wanted() or time.monotonic() > deadline:
+                raise
+        time.sleep(nap_s * (0.5 + random.random()))
+        nap_s = min(nap_s * 1.5, 0.005)
+
+
 def is_busy(error: Exception) -> bool:
     return isinstance(error, sqlite3.Error) and _code(error) == sqlite3.SQLITE_BUSY
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for what the module itself objects to."""
+    """Return SQLite's primary result code; 0 for an error of the Python module."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def translate_sqlite_error(error: Exception, path: Path) -> Exception:
-    """Return the error that a caller gets when SQLite refuses. An error that is not SQLite's is returned unchanged."""
+    """Return the error to raise for an error of SQLite. Any other error is returned unchanged."""
     if not isinstance(error, sqlite3.Error):
         return error
     code = _code(error)
     if code == sqlite3.SQLITE_FULL:
-        mapped: Exception = StorageFull(f"no room left for {path} ({error}): free some disk space; nothing was changed")
+        mapped: Exception = StorageFull(f"no room left for {path} ({error}), nothing was changed: free some disk space")
     elif code == sqlite3.SQLITE_BUSY:
-        mapped = StorageUnavailable(f"{path} was locked by another process for {BUSY_S:.0f} s; nothing was changed")
+        mapped = StorageUnavailable(
+            f"{path} was locked by another process for {BUSY_S:.0f} s, nothing was changed: try again"
+        )
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         mapped = StorageUnavailable(
-            f"cannot open or write {path} ({error}): does its folder exist, may you write there?"
+            f"cannot open or write {path} ({error}): check that its folder exists and that you may write there"
         )
     elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        mapped = StorageUnavailable(f"{path} is not a sound SQLite database ({error}): restore it, or use another file")
+        mapped = StorageUnavailable(f"{path} is not a valid SQLite database ({error}): restore it, or use another file")
     else:
         mapped = StorageUnavailable(f"{path}: {error}")
     mapped.__cause__ = error
     return mapped
+
+
+# A step inside a transaction of the caller, on the caller's connection
+
+
+@contextmanager
+def in_caller_transaction(transaction: object, path: Path) -> Generator[sqlite3.Connection, None, None]:
+    """Yield the caller's connection, inside its transaction. A step that fails is rolled back; nothing else of the
+    caller is committed, rolled back or left changed."""
+    db = _connection(transaction)
+    row_factory, text_factory = db.row_factory, db.text_factory
+    db.row_factory, db.text_factory = None, str
+    try:
+        _check_file(db, path)
+        with _transaction(db):
+            yield db
+    except sqlite3.Error as error:
+        if is_busy(error):
+            raise StorageUnavailable(
+                f"{path} is locked by another transaction, or was written to since yours began to read."
+                " The call changed nothing: roll back and try again, from BEGIN IMMEDIATE"
+            ) from error
+        raise translate_sqlite_error(error, path) from error
+    finally:
+        db.row_factory, db.text_factory = row_factory, text_factory
+
+
+def _connection(transaction: object) -> sqlite3.Connection:
+    if not isinstance(transaction, sqlite3.Connection):
+        kind = type(transaction)
+        raise OptionError(
+            f"{kind.__module__}.{kind.__qualname__} is not a transaction of this storage:"
+            " pass the sqlite3.Connection that has begun one"
+        )
+    try:
+        transaction.cursor().close()
+    except sqlite3.ProgrammingError as error:
+        raise OptionError(f"the connection cannot be used ({error}): pass an open one of this thread") from error
+    return transaction
+
+
+def _check_file(db: sqlite3.Connection, path: Path) -> None:
+    files = {name: file for _, name, file in db.execute("PRAGMA database_list")}
+    try:
+        same = os.path.samefile(files["main"], path)
+    except OSError:
+        same = False
+    if not same:
+        raise OptionError(
+            f"the connection is to {files['main'] or 'a database in memory'}, the jobs are in {path}:"
+            " pass a connection to the same file"
+        )
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Generator[None, None, None]:
+    """Begin the caller's transaction, if Python would begin one for the caller's next statement; otherwise set a
+    savepoint in it. A step that fails goes back to that point."""
+    begun_here = not db.in_transaction
+    if begun_here and not _begins_by_itself(db):
+        raise OptionError("the connection has no transaction and would commit the job at once: begin one first")
+    db.execute("BEGIN IMMEDIATE" if begun_here else "SAVEPOINT holdfast")
+    try:
+        yield
+        if not begun_here:
+            db.execute("RELEASE holdfast")
+    except BaseException:
+        if db.in_transaction:  # SQLite ends it when the disk is full, and after some other errors.
+            for statement in ("ROLLBACK",) if begun_here else ("ROLLBACK TO holdfast", "RELEASE holdfast"):
+                db.execute(statement)
+        raise
+
+
+def _begins_by_itself(db: sqlite3.Connection) -> bool:
+    """Return whether Python's module begins transactions on this connection, for the caller to commit."""
+    legacy = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", None)  # Since Python 3.12 there are three modes.
+    return getattr(db, "autocommit", legacy) == legacy and db.isolation_level is not None

@@ -1,7 +1,7 @@
-"""Hints between processes on one SQLite file: each process that listens has a datagram socket beside the file.
+"""Hints between the processes of one SQLite file: each process that listens has a datagram socket beside the file.
 
 The process that commits sends the events to the sockets registered for them. A datagram may be lost (a full buffer, a
-process just killed): it is a hint. Where there are no Unix sockets, `FilePoller` looks at the file's version instead.
+killed process): it is a hint. Without Unix sockets, `FilePoller` reads the version of the file instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast._core.events import Event, EventKind
 from holdfast.storage.validation import clean_id, id_bytes
 
 MAX_ADDRESS_BYTES = 100
-"""What a Unix socket's path may have on every system we know."""
+"""The longest path of a Unix socket that all known systems allow."""
 EVENTS_PER_DATAGRAM = 100
 POLL_S = 0.02
 
@@ -32,7 +32,7 @@ _decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[EventKind, str, bytes, i
 
 
 class NotifyReceiver:
-    """This process's socket, and the thread that reads it."""
+    """The socket of this process, and the thread that reads it."""
 
     def __init__(self, beside: Path, on_events: Callable[[str, Sequence[Event]], None]) -> None:
         _clear_away(beside)
@@ -54,7 +54,7 @@ class NotifyReceiver:
                 namespace, events = _decode(data)
                 self._on_events(namespace, [Event(k, queue, clean_id(id), g, at) for k, queue, id, g, at in events])
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # A newer release, or noise. It was only a hint.
+                continue  # Sent by a newer release, or not by Holdfast. It was only a hint.
 
     def close(self) -> None:
         self._closing = True
@@ -72,7 +72,7 @@ class NotifySender:
         self._socket: socket.socket | None = None
 
     def send(self, address: str, namespace: str, events: Sequence[Event]) -> bool:
-        """Send hints, without waiting. False if no process has that address any more."""
+        """Send hints without waiting. Return False if no process has that address any more."""
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.setblocking(False)
@@ -84,7 +84,7 @@ class NotifySender:
                 Path(address).unlink(missing_ok=True)  # A killed process leaves its socket behind.
                 return False
             except OSError:
-                break  # The listener's buffer is full: these hints are lost.
+                break  # The buffer of the listener is full: these hints are lost.
         return True
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class NotifySender:
 
 
 class FilePoller:
-    """The fallback: look whether the file has changed, and notify all listeners."""
+    """The fallback: notify all listeners when the file has changed."""
 
     def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
         self._path = path
@@ -110,7 +110,7 @@ class FilePoller:
                 try:
                     version = db.execute("PRAGMA data_version").fetchone()
                 except sqlite3.OperationalError:
-                    continue  # Busy: look again in a moment.
+                    continue  # Busy: the next round reads it.
                 if version != seen:
                     seen = version
                     self._on_change()
@@ -129,7 +129,7 @@ def _clear_away(beside: Path) -> None:
             except ConnectionRefusedError:
                 left.unlink(missing_ok=True)
             except OSError:
-                continue  # It went away by itself, or is not ours to judge.
+                continue  # Already removed, or the socket of another user.
 
 
 def _address(beside: Path) -> str:

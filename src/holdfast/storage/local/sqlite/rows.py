@@ -1,4 +1,4 @@
-"""A record as a row of holdfast_jobs: the columns that indexes and counts need, and the rest as one blob."""
+"""Records as rows of holdfast_jobs: columns that indexes and counts need, and all other fields in one blob."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from holdfast.storage.validation import clean_id
 Row = tuple[Any, ...]
 
 COLUMNS = "id, state, view, priority, run_at, arrival, payload, rest"
-"""What `job_of` reads, in its order."""
+"""The columns that `job_of` reads, in its order."""
 
 
 class _Rest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row's columns leave out of a `Job`, in the order in which it is stored. Only ever add at the end."""
+    """The fields of a `Job` that have no column, in the order in which they are stored. Add fields only at the end."""
 
     generation: At
     wall_at: At
@@ -81,7 +81,7 @@ def rest_of(job: Job) -> bytes:
 
 
 def job_of(row: Row) -> Job:
-    """A row as the job it holds. Raises what msgspec raises, if the row cannot be read."""
+    """Return the job in a row. Raise one of `UNREADABLE` if the row cannot be read."""
     id, _, _, priority, run_at, arrival, payload, packed = row[:8]
     if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
         raise msgspec.ValidationError("a payload and the rest of a record are blobs")
@@ -125,14 +125,14 @@ def job_of(row: Row) -> Job:
 
 
 def place_of(job: Job) -> Row:
-    """The columns that say where a record belongs: state, view, priority, run_at, arrival, until_at, worker."""
+    """Return the columns that place a record: state, view, priority, run_at, arrival, until_at, worker."""
     state, key = index_of(job)
     until_at = None if state is State.WAITING else key[0]
     return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, job.worker)
 
 
-# What is bound to a statement. Python's module takes text, numbers and bytearrays as they are, but looks for an adapter
-# for every bytes and None that it meets, which takes longer than all the rest: so there are few of them here.
+# Values bound to a statement. Python's module binds text, numbers and bytearrays directly, but looks for an adapter for
+# every bytes and None, which takes longer than all other work. So these functions use few of them.
 
 
 def blob_of(id: str) -> bytearray:
@@ -140,13 +140,13 @@ def blob_of(id: str) -> bytearray:
 
 
 def new_row(job: Job) -> Row:
-    """A new record, which waits: id, priority, run_at, arrival, payload, rest."""
+    """Return the values of a new record, which waits: id, priority, run_at, arrival, payload, rest."""
     work = job.work
     payload = None if work.payload is None else bytearray(work.payload)
     return blob_of(job.id), work.priority, job.run_at, job.arrival, payload, bytearray(rest_of(job))
 
 
 def changed_row(job: Job) -> Row:
-    """What `place_of` says, with empty text for no view and no worker; and the rest."""
+    """Return the values of `place_of`, with empty text for no view and no worker, and the rest."""
     state, view, priority, run_at, arrival, until_at, worker = place_of(job)
     return state, view or "", priority, run_at, arrival, until_at, worker or "", bytearray(rest_of(job))

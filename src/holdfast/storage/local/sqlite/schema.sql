@@ -1,4 +1,4 @@
--- Layout 1. Every table is prefixed, so that Holdfast can live in a file of yours.
+-- Layout 2. Every table is prefixed, so that Holdfast can live in a file of yours.
 -- Times are integer microseconds in the queue's time (see clock.py).
 
 CREATE TABLE IF NOT EXISTS holdfast_meta (
@@ -10,7 +10,7 @@ CREATE TABLE IF NOT EXISTS holdfast_queues (
   queue     INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice
   namespace TEXT NOT NULL,
   name      TEXT NOT NULL,
-  ledger    BLOB NOT NULL,                -- msgpack of QueueMeta: the queue's time, counts, totals, pause
+  meta      BLOB NOT NULL,                -- msgpack of QueueMeta: the queue's time, counts, totals, pause
   UNIQUE (namespace, name)
 );
 

@@ -1,7 +1,7 @@
-"""The `Table` of a SQLite connection: every statement that touches jobs is here. Rows are made in rows.py.
+"""The `Table` of a SQLite connection: all statements on jobs. Rows are made in rows.py.
 
-It neither begins nor commits: the owner of the connection does. The metadata of a queue is read once and written with
-the step; it is kept from one transaction to the next until another connection has written to the file.
+The owner of the connection begins and commits. The metadata of a queue is cached from one transaction to the next,
+until another connection has written to the file.
 """
 
 from __future__ import annotations
@@ -19,30 +19,22 @@ from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
 from holdfast._core.replies import WorkerInfo
-from holdfast.errors import StorageUnavailable
+from holdfast.storage.base import QueueDamaged
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
-from holdfast.storage.local.table import (
-    Change,
-    Found,
-    Place,
-    QueueMeta,
-    SortKey,
-    count,
-    index_of,
-    newest_stamp,
-    view_of,
-)
+from holdfast.storage.local.table import Change, Found, Place, QueueMeta, count, index_of, newest_stamp, view_of
 from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes
 
 T = TypeVar("T")
 
+NO_QUEUE = 0
+"""The number of a queue that does not exist: no row has it."""
 ROWS_A_STATEMENT = 50
-"""Rows that are inserted or deleted by one statement: one statement for each row costs 50% more."""
+"""The most rows that one statement inserts or deletes: one statement for each row costs 50% more."""
 
 
 @functools.cache
 def _insert(rows: int) -> str:
-    """New records always wait, so most of a row need not be bound."""
+    """Return the statement for new records. They always wait, so most columns need not be bound."""
     row = "(?1, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
     return (
         "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
@@ -59,7 +51,7 @@ _UPDATE = (
     "UPDATE holdfast_jobs SET state = ?, view = nullif(?, ''), priority = ?, run_at = ?, arrival = ?, until_at = ?,"
     " worker = nullif(?, ''), rest = ?{payload} WHERE queue = ? AND id = ?"
 )
-"""Empty text is no view, and no worker: see `changed_row`."""
+"""Empty text stands for no view and no worker: see `changed_row`."""
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
 
@@ -72,7 +64,7 @@ _DUE = (
     )
     + " LIMIT ?4"
 )
-"""What is due, the highest priority first: ten looks into the index, each cut off at the limit."""
+"""Jobs that are due, the highest priority first: ten reads of the index, each up to the limit."""
 
 _NEXT_RUN_AT = "SELECT min(run_at) FROM ({})".format(
     " UNION ALL ".join(
@@ -122,14 +114,14 @@ class SqliteTable:
         self.events: list[Event] = []
         """The events of this transaction."""
         self.payload_bytes = 0
-        """The size of the payloads that this transaction has written."""
+        """The number of payload bytes that this transaction has written."""
         self.listeners: list[tuple[str, str, Literal["ready", "ends", "all", "wake"]]] = []
         """The listeners in all processes: address, namespace/queue, topic."""
         self.dead_listeners: set[str] = set()
-        """Addresses that no process has any more; removed with the next write."""
+        """Addresses whose process has gone; the next write removes them."""
 
     def begin(self) -> None:
-        """Call first in a transaction: drop what other connections may have changed since the last one."""
+        """Call first in a transaction: drop cached data that other connections may have changed."""
         self._damaged.clear()
         self.events = []
         self.payload_bytes = 0
@@ -140,7 +132,7 @@ class SqliteTable:
             self.listeners = self._db.execute("SELECT address, queue, topic FROM holdfast_listeners").fetchall()
 
     def flush(self) -> None:
-        """Call last in a transaction: write the metadata that has changed."""
+        """Call last in a transaction: write the changed metadata."""
         if self.dead_listeners and self._dirty:
             for address in self.dead_listeners:
                 self.remove_listener(address)
@@ -148,11 +140,11 @@ class SqliteTable:
             self.dead_listeners.clear()
         for queue in self._dirty:
             row = (_encode(self._metas[queue]), self._numbers[queue])
-            self._db.execute("UPDATE holdfast_queues SET ledger = ? WHERE queue = ?", row)
+            self._db.execute("UPDATE holdfast_queues SET meta = ? WHERE queue = ?", row)
         self._dirty.clear()
 
     def forget_cache(self) -> None:
-        """Call after a rollback: what was read or changed then may never have been."""
+        """Call after a rollback: cached data may have been changed by the transaction."""
         self._numbers.clear()
         self._metas.clear()
         self._dirty.clear()
@@ -162,24 +154,23 @@ class SqliteTable:
         meta = self._metas.get(queue)
         if meta is None:
             row = self._db.execute(
-                "SELECT queue, ledger FROM holdfast_queues WHERE namespace = ? AND name = ?", (self._namespace, queue)
+                "SELECT queue, meta FROM holdfast_queues WHERE namespace = ? AND name = ?", (self._namespace, queue)
             ).fetchone()
             if row is None:
+                self._numbers[queue] = NO_QUEUE
                 return None
             self._numbers[queue] = row[0]
             try:
                 meta = self._metas[queue] = _decode_meta(row[1])
             except UNREADABLE:
-                raise StorageUnavailable(
-                    f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`"
-                ) from None
+                raise QueueDamaged(queue) from None
         return meta
 
     def rebuild_meta(self, queue: str, dry_run: bool) -> bool:
         try:
             self.meta(queue)
             return False
-        except StorageUnavailable:
+        except QueueDamaged:
             if dry_run:
                 return True
         number = self._numbers[queue]
@@ -199,7 +190,7 @@ class SqliteTable:
             meta = self._metas[queue] = QueueMeta()
             meta.time.last_stamp = self._floor()
             cursor = self._db.execute(
-                "INSERT INTO holdfast_queues (namespace, name, ledger) VALUES (?, ?, ?)",
+                "INSERT INTO holdfast_queues (namespace, name, meta) VALUES (?, ?, ?)",
                 (self._namespace, queue, _encode(meta)),
             )
             assert cursor.lastrowid is not None
@@ -207,7 +198,7 @@ class SqliteTable:
         return meta
 
     def _floor(self) -> int:
-        """The highest stamp of the queues that were dropped: none is given out twice."""
+        """Return the highest stamp of the dropped queues: new queues begin above it, so no stamp is used twice."""
         row = self._db.execute("SELECT value FROM holdfast_meta WHERE key = 'floor'").fetchone()
         return 0 if row is None else int(row[0])
 
@@ -225,8 +216,6 @@ class SqliteTable:
         self._dirty.add(queue)
 
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
-        if self.meta(queue) is None:
-            return {}
         keys = list(map(blob_of, ids))
         marks = ",".join("?" * len(keys))
         rows = self._db.execute(
@@ -235,7 +224,7 @@ class SqliteTable:
         return {job.id: job for job in self._read(queue, rows)}
 
     def _read(self, queue: str, rows: Iterable[Row], state: State | None = None) -> list[Job]:
-        """The jobs of these rows. With `state`, a record of another state is damaged: its columns are wrong."""
+        """Return the jobs of these rows. With `state`, a record of another state is damaged: its columns are wrong."""
         jobs: list[Job] = []
         for row in rows:
             try:
@@ -311,7 +300,8 @@ class SqliteTable:
         self.payload_bytes += sum(len(job.work.payload or b"") for job in jobs)
 
     def _count_out(self, queue: str, job: Job) -> None:
-        """A damaged record has ended by being found, and its generation is a stamp that nobody gave out."""
+        """Remove a record from the counts. A live record that is damaged has failed now, and its generation becomes the
+        last stamp of the queue if it is the highest."""
         meta = self._metas[queue]
         damaged = self._damaged.pop((self._numbers[queue], id_bytes(job.id)), None) if self._damaged else None
         state, view = damaged or (job.state, view_of(job))
@@ -358,22 +348,20 @@ class SqliteTable:
         return self._read(queue, rows, state)
 
     def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
-        if self.meta(queue) is None:
-            return [], None
         number = self._numbers[queue]
-        key, id = ((), b"") if after is None else after
+        key, id = after or ((), b"")
         if state is State.WAITING:
             rows = self._page_waiting(number, key, limit + 1)
         else:
-            until_at = key[0] if key else -1
-            rows = self._db.execute(_PAGE_UNTIL, (number, state, until_at, id, limit + 1)).fetchall()
+            rows = self._db.execute(_PAGE_UNTIL, (number, state, key[0] if key else -1, id, limit + 1)).fetchall()
         jobs = self._read(queue, rows[:limit], state)
         if len(rows) <= limit:
             return jobs, None
         last = rows[limit - 1]
-        return jobs, (_key(state, last), last[0])
+        last_key = (-last[3], last[4], last[5]) if state is State.WAITING else (last[8],)
+        return jobs, (last_key, last[0])
 
-    def _page_waiting(self, number: int, key: SortKey, limit: int) -> list[Row]:
+    def _page_waiting(self, number: int, key: tuple[int, ...], limit: int) -> list[Row]:
         rows: list[Row] = []
         first, run_at, arrival = (-key[0], key[1], key[2]) if key else (PRIORITIES[-1], -1, -1)
         for priority in range(first, -1, -1):
@@ -428,7 +416,7 @@ class SqliteTable:
         self._db.execute("REINDEX holdfast_jobs")
 
     def add_listeners(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Add listeners, and remove those of killed processes, which may never be sent an event again."""
+        """Add listeners, and remove those of killed processes, which may not be noticed otherwise."""
         for address in {address for address, *_ in self.listeners if not os.path.exists(address)}:
             self.remove_listener(address)
         self._db.executemany("INSERT OR IGNORE INTO holdfast_listeners VALUES (?, ?, ?)", rows)
@@ -443,12 +431,8 @@ def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _worker_of(worker: str, stats: bytes) -> WorkerInfo:
-    """What a worker announced; if that cannot be read, a worker whose time is up."""
+    """Return what a worker announced; if that cannot be read, an entry that has expired."""
     try:
         return _decode_worker(stats)
     except UNREADABLE:
         return WorkerInfo(worker, {}, 0, 0, False)
-
-
-def _key(state: State, row: Row) -> SortKey:
-    return (-row[3], row[4], row[5]) if state is State.WAITING else (row[8],)
