@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from holdfast._client.app import Holdfast
-from holdfast._client.explain import explain as find_reasons
+from holdfast.cli.explain import explain as find_reasons
 from holdfast._client.queue import JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
