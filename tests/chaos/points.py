@@ -32,7 +32,7 @@ PACKAGE = "holdfast"
 OFF_PATH = {
     "cli": "commands are programs around the same calls",
     "_worker.processes.child_main": "runs in child processes, which are expected to die: tests/worker",
-    "cli.explain": "looks at a job, changes nothing",
+    "cli.reasons": "looks at a job, changes nothing",
     "storage.redis.audit": "an operator's look, apart from any job's way",
     "_client.sync": "runs the same coroutines on a loop in the background",
     "testing": "runs on memory, in tests of users",

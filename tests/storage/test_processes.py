@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._client import waiters
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import Complete, Request, State, Work
 from holdfast._core.replies import Placed, SettleResult
@@ -329,24 +330,41 @@ async def next_event(events: AsyncIterator[Event], seconds: float) -> Event | No
         return None
 
 
-@pytest.mark.parametrize("only", ["ready", "ends", "all"])
-async def test_where_there_are_no_sockets_a_subscriber_is_woken_by_polling(
-    processes: Processes, path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch, only: str
+async def test_folder_that_refuses_sockets_is_listened_to_elsewhere(
+    processes: Processes, path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_ear(*arguments: object) -> None:
-        raise OSError("no sockets here")
+    class Refused(socket.socket):
+        def bind(self, address: str) -> None:  # type: ignore[override]
+            if address.startswith(str(path)):
+                raise PermissionError("no sockets in this folder")
+            super().bind(address)
 
-    monkeypatch.setattr(notify.NotifyReceiver, "__init__", no_ear)
     writer = processes.start("enqueue", path)
     await writer.hears()
-    async with storage.subscribe(Topic("q", only)) as events:  # type: ignore[arg-type]
-        for _ in range(10):
-            if await next_event(events, 0.2) is None:
-                break
+    monkeypatch.setattr(notify.socket, "socket", Refused)
+    async with storage.subscribe(Topic("q", "ready")) as events:
+        monkeypatch.undo()
         assert sockets(path) == []
         writer.tell("a")
         assert await next_event(events, HEARD_WITHIN_S) is not None
         assert await writer.hears() == ["enqueued", "a"]
+
+
+async def test_process_without_a_socket_finds_the_result_by_polling(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError("no sockets here")
+
+    monkeypatch.setattr(notify.NotifyReceiver, "__init__", refuse)
+    async with connect(f"sqlite:///{path}") as ours, connect(f"sqlite:///{path}") as theirs:
+        await enqueue(ours, "a")
+        claim = await theirs.claim("q", 1, worker="w", lease_ms=60_000)
+        waiting = asyncio.create_task(waiters.wait(ours, "q", "a", claim.jobs[0].generation, wait_s=5))
+        await asyncio.sleep(0.1)
+        await theirs.settle("q", [Complete("a", fence(claim.jobs[0]), b"7")], worker="w")
+        assert (await waiting).result == b"7"
+    assert "polling once a second instead" in caplog.text
 
 
 async def test_a_file_too_deep_for_a_socket_beside_it_is_listened_to_all_the_same(

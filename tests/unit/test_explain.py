@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from holdfast.cli.explain import explain, reasons
 from holdfast._core.failure import encode_error
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease, Work
 from holdfast._core.replies import QueueStats
+from holdfast.cli.reasons import explain, reasons
 from holdfast.errors import JobError
 
 NOW = 1_800_000_000_000_000
@@ -105,7 +105,7 @@ def test_jobs_in_front_are_counted(ahead: tuple[int, bool], sentence: str) -> No
 
 async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many jobs before it are not due, and do not count, but have to be looked at."""
-    monkeypatch.setattr("holdfast.cli.explain.MOST_AHEAD", 100)
+    monkeypatch.setattr("holdfast.cli.reasons.MOST_AHEAD", 100)
     async with Holdfast("memory://") as app:
         queue = app.queue("emails")
         await queue.enqueue(None, priority=9)

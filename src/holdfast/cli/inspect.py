@@ -10,7 +10,6 @@ import click
 import msgspec
 
 from holdfast._client.app import Holdfast
-from holdfast.cli.explain import explain as find_reasons
 from holdfast._client.queue import JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
@@ -19,6 +18,7 @@ from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import escape_control, format_duration, format_moment
 from holdfast.cli.common import Number, with_present_app
 from holdfast.cli.output import NO, as_json, end, plain, say, say_json, table, where
+from holdfast.cli.reasons import explain as find_reasons
 
 STATES = click.Choice([state.value for state in State])
 RATES = ("enqueued", "completed", "failed", "retried")

@@ -63,7 +63,7 @@ class SqliteStorage(LocalStorage):
         if self._synchronous not in SYNCHRONOUS:
             raise OptionError(f"synchronous must be one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
         self._open_log_level = logging.INFO
-        self._receiver: notify.NotifyReceiver | notify.FilePoller | None = None
+        self._receiver: notify.NotifyReceiver | None = None
         self._sender = notify.NotifySender()
         self._topics: set[tuple[str, str]] = set()
         """The registered topics, as namespace/queue and kind: other processes send their events here."""
@@ -123,7 +123,7 @@ class SqliteStorage(LocalStorage):
         receiver, self._receiver = self._receiver, None
         self._topics.clear()
         try:
-            if isinstance(receiver, notify.NotifyReceiver):
+            if receiver is not None:
                 address = receiver.address
                 await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
         finally:
@@ -153,24 +153,14 @@ class SqliteStorage(LocalStorage):
     async def _listen(self, topics: Sequence[Topic]) -> None:
         """Register for hints from other processes. A topic stays registered until the storage is closed."""
         wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._topics
-        if self._receiver is None:
-            self._receiver = self._open_receiver()
-        if isinstance(self._receiver, notify.NotifyReceiver) and wanted:
+        try:
+            self._receiver = self._receiver or notify.NotifyReceiver(self.path, self._on_events)
+        except OSError as error:
+            log.warning("cannot open a socket for %s (%s): polling once a second instead", self.path, error)
+        if self._receiver is not None and wanted:
             rows = [(self._receiver.address, queue, only) for queue, only in wanted]
             await self._writer.call(lambda _: self._writer.table.add_listeners(rows), writes=True)
         self._topics |= wanted
-
-    def _open_receiver(self) -> notify.NotifyReceiver | notify.FilePoller:
-        try:
-            return notify.NotifyReceiver(self.path, self._on_events)
-        except (OSError, AttributeError) as error:
-            log.warning(
-                "cannot open a socket beside %s (%s): polling every %.0f ms instead",
-                self.path,
-                error,
-                1000 * notify.POLL_S,
-            )
-            return notify.FilePoller(self.path, self._bus.notify_all)
 
     def _on_events(self, namespace: str, events: Sequence[Event]) -> None:
         """Publish the events of another process. Called on the receiver's thread."""
@@ -181,7 +171,7 @@ class SqliteStorage(LocalStorage):
         """Publish the events of a commit in this process and to the listeners in others. Called on the thread that
         committed."""
         self._bus.publish(table.events)
-        own_address = self._receiver.address if isinstance(self._receiver, notify.NotifyReceiver) else None
+        own_address = None if self._receiver is None else self._receiver.address
         for address, queue, only in table.listeners:
             if address == own_address or address in table.dead_listeners:
                 continue

@@ -1,20 +1,19 @@
 """Hints between the processes of one SQLite file: each process that listens has a datagram socket beside the file.
 
 The process that commits sends the events to the sockets registered for them. A datagram may be lost (a full buffer, a
-killed process): it is a hint. Without Unix sockets, `FilePoller` reads the version of the file instead.
+killed process): it is a hint. A process that cannot open a socket gets no hints, and polls once a second.
 """
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import secrets
 import socket
-import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,6 @@ from holdfast.storage.validation import clean_id, id_bytes
 MAX_ADDRESS_BYTES = 100
 """The longest path of a Unix socket that all known systems allow."""
 EVENTS_PER_DATAGRAM = 100
-POLL_S = 0.02
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[str, list[tuple[EventKind, str, bytes, int, int]]]).decode
@@ -39,11 +37,21 @@ class NotifyReceiver:
         self._on_events = on_events
         self._closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.address = _address(beside)
-        self._socket.bind(self.address)
+        self.address = self._bind(beside)
         os.chmod(self.address, 0o600)
         self._thread = threading.Thread(target=self._listen, name="holdfast-notify", daemon=True)
         self._thread.start()
+
+    def _bind(self, beside: Path) -> str:
+        """Bind the socket beside the file, or in the temporary folder if that path is too long or refused."""
+        name = f"{beside.name}-notify-{secrets.token_hex(4)}"
+        near, elsewhere = beside.with_name(name), Path(tempfile.gettempdir()) / name[-40:]
+        if len(os.fsencode(near)) <= MAX_ADDRESS_BYTES:
+            with suppress(OSError):
+                self._socket.bind(str(near))
+                return str(near)
+        self._socket.bind(str(elsewhere))
+        return str(elsewhere)
 
     def _listen(self) -> None:
         while True:
@@ -93,33 +101,6 @@ class NotifySender:
             self._socket = None
 
 
-class FilePoller:
-    """The fallback: notify all listeners when the file has changed."""
-
-    def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
-        self._path = path
-        self._on_change = on_change
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="holdfast-poll", daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        with contextlib.closing(sqlite3.connect(self._path, timeout=1.0)) as db:
-            seen = None
-            while not self._stop.wait(POLL_S):
-                try:
-                    version = db.execute("PRAGMA data_version").fetchone()
-                except sqlite3.OperationalError:
-                    continue  # Busy: the next round reads it.
-                if version != seen:
-                    seen = version
-                    self._on_change()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def _clear_away(beside: Path) -> None:
     """Remove the sockets of processes that were killed before they had registered their address."""
     for left in beside.parent.glob(f"{glob.escape(beside.name)}-notify-*"):
@@ -130,9 +111,3 @@ def _clear_away(beside: Path) -> None:
                 left.unlink(missing_ok=True)
             except OSError:
                 continue  # Already removed, or the socket of another user.
-
-
-def _address(beside: Path) -> str:
-    name = f"{beside.name}-notify-{secrets.token_hex(4)}"
-    near = beside.with_name(name)
-    return str(near) if len(os.fsencode(near)) <= MAX_ADDRESS_BYTES else str(Path(tempfile.gettempdir()) / name[-40:])
