@@ -1,5 +1,8 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
+from holdfast._core import platform as _platform  # noqa: F401 -- first: it refuses platforms that cannot work
+
+# isort: split
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._client.queue import JobInfo, Queue, Stats
