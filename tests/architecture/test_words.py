@@ -46,5 +46,9 @@ def test_test_names_are_plain_and_short(path: Path) -> None:
 
 
 def test_banned_words_are_found_as_whole_words_only() -> None:
-    assert banned_words("Whoever\nasks so\n# many are_told") == ["line 1: Whoever", "line 2: so\n# many", "line 3: told"]
+    assert banned_words("Whoever\nasks so\n# many are_told") == [
+        "line 1: Whoever",
+        "line 2: so\n# many",
+        "line 3: told",
+    ]
     assert banned_words("untold, shallow, also many, by lots, a new one") == []
