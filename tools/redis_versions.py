@@ -39,7 +39,8 @@ def install(which: str) -> Path:
     """Install the requirements unless they are there: the oldest once, the newest once a day."""
     folder = FOLDER / which
     wanted = requirements(which)
-    stamp = " ".join(wanted) + (f" {datetime.date.today()}" if which == "newest" else "")
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    stamp = " ".join([python, *wanted, *([str(datetime.date.today())] if which == "newest" else [])])
     ready = folder / "ready"
     if not ready.exists() or ready.read_text() != stamp:
         shutil.rmtree(folder, ignore_errors=True)
