@@ -20,11 +20,11 @@ from holdfast.errors import HoldfastError, OptionError, PayloadRejected, Storage
 from holdfast.version import VERSION
 
 SECTIONS = {
-    "Get started": [demo, worker],
-    "Enqueue jobs": [enqueue, call, result],
-    "Process jobs from a shell or any language": [lease, complete, extend, release, fail],
+    "Start": [demo, worker],
+    "Enqueue": [enqueue, call, result],
+    "From a shell": [lease, complete, extend, release, fail],
     "Inspect": [status, jobs, show, explain, events, doctor],
-    "Manage": [cancel, retry, pause, resume, evict, purge],
+    "Manage jobs": [cancel, retry, pause, resume, evict, purge],
     "Maintain": [sweep, audit, repair],
 }
 
