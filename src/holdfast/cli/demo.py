@@ -37,7 +37,7 @@ class Failed(Exception):
 @click.command()
 @click.option("--url", metavar="URL", help="Run it on a server: redis://localhost:6379/0.  [default: a SQLite file]")
 def demo(url: str | None) -> None:
-    """Run a demonstration of 15 seconds: real workers, a hung job is killed, a worker is killed, nothing is lost."""
+    """Run a demonstration of 15 s: real workers, a hung job and a worker are killed, no job is lost."""
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as folder:
         place = url or f"sqlite:///{Path(folder).resolve()}/jobs.db"
         try:

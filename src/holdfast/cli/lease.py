@@ -90,7 +90,7 @@ async def extend(app: Holdfast[None], token: str, *, seconds: float | None, prog
 @click.argument("token")
 @with_app
 async def release(app: Holdfast[None], token: str) -> None:
-    """Return a leased job to its queue, in its place and uncounted. Exit status 1 if the lease is lost."""
+    """Return a leased job to its place in the queue; no retry is counted. Exit status 1 if the lease is lost."""
     _settled(await (await _held(app, token)).release(), "released")
 
 

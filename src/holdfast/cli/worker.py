@@ -68,7 +68,7 @@ class Size(click.ParamType[int]):
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="Length of a lease: jobs of a dead worker are taken back within 1.5 leases.",
+    help="Length of a lease: jobs of a dead worker run elsewhere within 1.5 leases and 1 s.",
 )
 @click.option(
     "--grace",
@@ -125,8 +125,8 @@ def worker(
     \b
     Signals:
       TERM, INT   stop: jobs may finish within --grace, the others are
-                  released to their queue without counting an attempt.
-                  A second signal stops at once.
+                  released to their queue, and no retry is counted.
+                  A second signal ends the grace after a second or two.
       HUP         reload the code, one child after the other
                   (with --inline: stop).
 
