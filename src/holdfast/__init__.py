@@ -1,6 +1,7 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
-from holdfast._core import platform as _platform  # noqa: F401 -- first: it refuses platforms that cannot work
+# The first import: it refuses platforms on which Holdfast cannot work.
+from holdfast._core import platform as _platform  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
 # isort: split
 from holdfast._client.app import Holdfast
