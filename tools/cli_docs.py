@@ -1,7 +1,7 @@
-"""Writes the usage and the options of every command into docs/reference/cli.md; with --check, only compares.
+"""Writes the usage and the options of every command into docs/reference/cli.md; --check compares only.
 
-Each command has a place of its own on the page: `<!-- generated: NAME -->` to `<!-- end -->`. What stands around it is
-written by hand.
+Each command has one place on the page: `<!-- generated: NAME -->` to `<!-- end -->`. The text around it is written by
+hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.cli import commands
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 EVERYWHERE = ("url", "namespace")
-"""What nearly every command takes: explained once, at the top of the page."""
+"""Options of nearly every command, explained once at the top of the page."""
 PLACE = re.compile(r"<!-- generated: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -26,7 +26,7 @@ def main() -> int:
     new = filled(old) if not problems else old
     if new != old:
         if "--check" in sys.argv:
-            problems.append("docs/reference/cli.md is not what the commands say: run tools/cli_docs.py")
+            problems.append("docs/reference/cli.md is not up to date: run ./dev docs")
         else:
             PAGE.write_text(new)
     for problem in problems:
@@ -35,14 +35,11 @@ def main() -> int:
 
 
 def missing(text: str) -> list[str]:
-    """Commands without exactly one place, and places without a command."""
+    """Problems: commands that do not have exactly one place, and places without a command."""
     places = [found[1] for found in PLACE.finditer(text)]
     counts = {name: places.count(name) for name in {*commands.commands, *places}}
     wrong = sorted(name for name in counts if name not in commands.commands or counts[name] != 1)
-    return [
-        f"docs/reference/cli.md: `{name}` has {counts[name]} places; one if it is a command, else none"
-        for name in wrong
-    ]
+    return [f"{PAGE.name}: `{name}` has {counts[name]} places: a command needs one" for name in wrong]
 
 
 def filled(text: str) -> str:
@@ -53,7 +50,7 @@ def filled(text: str) -> str:
 
 
 def described(name: str) -> str:
-    """A command's usage, and its options as a table."""
+    """The usage of a command and a table of its options."""
     command = commands.commands[name]
     context = click.Context(command, info_name=f"holdfast {name}")
     usage = " ".join(["holdfast", name, *command.collect_usage_pieces(context)])
@@ -66,7 +63,7 @@ def described(name: str) -> str:
 
 
 def row(option: click.Option) -> str:
-    """An option: its names, what it takes, what it means, its limits and its default."""
+    """The table row of an option: names, value, meaning, limits and default."""
     takes = "" if option.is_flag else f" {option.metavar or _takes(option.type)}"
     parts = re.fullmatch(r"(.*?)(?:\s*\[(?:default: )?([^\]]*)\])?", option.help or "", re.DOTALL)
     assert parts is not None

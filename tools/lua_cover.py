@@ -1,11 +1,11 @@
-"""Line coverage of the Lua files: which statements did the tests never run?
+"""Line coverage of the Lua files: lists the statements that no test executes.
 
     python tools/lua_cover.py [PYTEST ARGUMENT...]
 
-Servers' Lua has no debug hooks, so the tests run on a counting build: at the start of every statement in a function
-stands a call that notes the place, once, as a bit of a key on the server. Statements at the top level are left alone:
-they run when the script is loaded. This file is the tool, and, under `-p tools.lua_cover`, the pytest plugin that
-makes the build and gathers the bits into the file that HOLDFAST_LUA_COVER names.
+Lua inside a server has no debug hooks, so the tests run on a counting build: every statement in a function begins with
+a call that sets one bit of a key on the server. Statements at the top level have no such call: they run when the script
+is loaded. This file is the tool and, with `-p tools.lua_cover`, the pytest plugin that makes the build and writes the
+bits to the file that HOLDFAST_LUA_COVER names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COUNTER = (
     "local C do local seen = {} C = function(n) if not seen[n] then seen[n] = true "
     f"redis.pcall('SETBIT', '{KEY}', n, 1) end end end "
 )
-"""One more local, and on one line, so that line numbers in errors stay right. A node of a cluster may refuse the key,
-a full server the bit: then the place is not noted, and that is all."""
+"""On one line, so that line numbers in errors stay right. A cluster node may refuse the key and a full server the bit:
+then the statement counts as not executed there."""
 
 TOKEN = re.compile(
     r"""(?P<space>\s+)
@@ -43,9 +43,9 @@ BEGINS = {"local", "if", "for", "while", "repeat", "return", "break", "do", "fun
 """Keywords that begin a statement; so does a name."""
 KEYWORDS = BEGINS | {"and", "or", "not", "then", "else", "elseif", "end", "until", "in", "nil", "true", "false"}
 ENDS = {"end", "nil", "true", "false", ")", "]", "}", "...", "break"}
-"""Of keywords and signs, those after which a name begins a new statement."""
+"""Keywords and signs after which a name begins a new statement."""
 BREAKS = {"then", "else", "do", "repeat"}
-"""A block begins, and with it a statement."""
+"""Keywords that begin a block, and so a statement."""
 
 
 class Token(NamedTuple):
@@ -60,7 +60,7 @@ class Point(NamedTuple):
     at: int
     line: int
     leads: bool
-    """It is the first on its line."""
+    """Whether it is the first statement of its line."""
 
 
 def tokens(source: str) -> Iterator[Token]:
@@ -158,7 +158,7 @@ def pytest_configure(config: Any) -> None:
             try:
                 bits = self.command("GET", KEY, timeout=2)
             except Exception:
-                bits = None  # A server that does not answer has nothing to say.
+                bits = None  # A server that does not answer contributes no bits.
             if isinstance(bits, bytes):
                 with into.open("a") as file:
                     file.write(bits.hex() + "\n")
@@ -178,7 +178,7 @@ def pytest_unconfigure(config: Any) -> None:
 
 
 def hits(file: Path) -> set[int]:
-    """The points that any server has noted."""
+    """Numbers of the statements that were executed on any server."""
     found: set[int] = set()
     for line in file.read_text().split():
         for at, byte in enumerate(bytes.fromhex(line)):
@@ -213,7 +213,7 @@ def report(hit: set[int]) -> int:
     missed_lines = {(file, point.line) for file, point in missed}
     print(
         f"{len(lines) - len(missed_lines)} of {len(lines)} lines,"
-        f" {len(found) - len(missed)} of {len(found)} statements of the Lua files were run"
+        f" {len(found) - len(missed)} of {len(found)} statements of the Lua files were executed"
     )
     return 1 if missed else 0
 

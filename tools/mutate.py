@@ -1,7 +1,7 @@
-"""Mutation run over the machine: makes each small change that cosmic-ray knows, and asks whether a test fails.
+"""Mutation run over the lifecycle: makes each small change that cosmic-ray knows and checks that a test fails.
 
-Works on copies of the tree, one per CPU, so nothing here is touched. Prints the survivors: each is a missing test, or
-a change that means nothing, and then belongs into docs/development/mutation.md with its reason.
+It works on copies of the tree, one per CPU, and prints the mutants that survive. Each needs a new test or, if it
+changes no behaviour, a row with the reason in the page about mutations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 MODULE = "src/holdfast/_core/lifecycle.py"
 TESTS = "-m pytest -x -q -p no:cacheprovider --timeout 30 --storage memory tests/unit tests/storage"
 LEFT_OUT = ("test_agreement", "test_processes", "test_coalescing", "test_refusals", "test_repair")
-"""Slow, or about other things than the machine."""
+"""Test files that are slow, or that test something else."""
 CONFIG = """
 [cosmic-ray]
 module-path = ["{module}"]
@@ -30,7 +30,7 @@ test-command = "{command}"
 name = "local"
 """
 ANNOTATIONS = "core/ReplaceBinaryOperator_BitOr_%"
-"""The machine has `|` in its annotations only: changing those changes nothing."""
+"""The module has `|` only in annotations, where a change has no effect."""
 
 
 def main() -> int:
@@ -46,8 +46,8 @@ def main() -> int:
 
 
 def run(folder: Path, shard: int, shards: int) -> tuple[int, list[str]]:
-    """Run every mutant whose turn is this shard's; how many there were, and the diffs of those that survived."""
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".hypothesis", "*.db")
+    """Run the mutants of one shard. Returns their number and the diffs of the survivors."""
+    ignored = shutil.ignore_patterns(".venv*", ".redis-py", ".git", "__pycache__", ".hypothesis", "*.db")
     shutil.copytree(ROOT, folder, ignore=ignored)
     left_out = "".join(f" --ignore tests/storage/{name}.py" for name in LEFT_OUT)
     command = f"{sys.executable} {TESTS}{left_out}"

@@ -1,10 +1,10 @@
-"""Planted bugs: breaks the Redis storage in many known ways, one at a time, and asks whether a test fails.
+"""Planted bugs: breaks the Redis storage in known ways, one at a time, and checks that a test fails.
 
     python tools/plant.py [NAME...]
 
-Each bug is an edit of a Lua file or of a Python file of this storage, made in a copy of the tree, with the tests that
-should catch it. Those with the name of a flaw translate one that a predecessor has: docs/development/seeds.md has the
-list. Fails if a bug survives, if an edit no longer applies, or if a test fails without any bug.
+Each bug is an edit of a Lua or Python file of this storage, made in a copy of the tree, with the tests that should
+catch it. Names that begin with F- are flaws of earlier queue systems. The run fails if a bug survives, if an edit no
+longer applies, or if a test fails without any bug.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CRASHES = "crashes"
 
 
 class Bug(NamedTuple):
-    """An edit: in a file, this text to that; what it breaks; the test files that should notice."""
+    """One edit of a file, what it breaks, and the test files that should fail."""
 
     name: str
     breaks: str
@@ -60,10 +60,10 @@ HOLDS = "return job and job.run and job.run.fence == fence and job.run.worker ==
 RESEND = "        for command in self._pending:\n            command.sent_at = self._loop.time()\n"
 
 BUGS = [
-    # Flaws of the predecessors
+    # Flaws of earlier queue systems
     Bug(
         "F-Q1",
-        "an update of a running job puts it back in the line: it runs twice at once",
+        "an update of a running job makes it due again: two runs overlap",
         "lua/lifecycle.lua",
         "  if job.run then return update_running(job, request, time, at) end\n",
         "  if job.run then job.run, job.changed = nil, true end\n",
@@ -71,7 +71,7 @@ BUGS = [
     ),
     Bug(
         "F-Q2",
-        "what follows a run is stuck for ever if its update did not take run_at",
+        "a deferred request never becomes due if its update does not change run_at",
         "lua/lifecycle.lua",
         "following.generation, following, following, previous)\n",
         "following.generation, following, following, previous)\n"
@@ -80,16 +80,16 @@ BUGS = [
     ),
     Bug(
         "F-Q3",
-        "a lease without a record makes every sweep raise",
+        "every sweep raises once a lease has no record",
         "lua/leases.lua",
         "    if not entry.job or not entry.job.run or entry.job.outcome then\n",
         "    if false then\n",
         (LINES,),
     ),
-    Bug("F-Q8", "whoever asks may settle", "lua/lifecycle.lua", HOLDS, "return job and job.run", (LEASES,)),
+    Bug("F-Q8", "any worker can settle any lease", "lua/lifecycle.lua", HOLDS, "return job and job.run", (LEASES,)),
     Bug(
         "F-Q9",
-        "a worker that is to go is no longer told so once it announces itself",
+        "the next heartbeat of a worker deletes the request to evict it",
         "lua/workers.lua",
         "    if expires_at > WALL then evict = asked end",
         "    if expires_at > WALL then evict = 0 end",
@@ -97,7 +97,7 @@ BUGS = [
     ),
     Bug(
         "F-Q10",
-        "jobs of one instant go by id, not by arrival",
+        "jobs with the same run_at are ordered by id instead of arrival",
         "lua/transaction.lua",
         "pack('>I8', job.arrival) .. job.id",
         "pack('>I8', 0) .. job.id",
@@ -105,7 +105,7 @@ BUGS = [
     ),
     Bug(
         "F-Q16",
-        "the clock of a client's machine decides over leases",
+        "the client's clock decides when leases expire",
         "__init__.py",
         "Calls(servers, self._client, clock, timeout_s)",
         "Calls(servers, self._client, __import__('holdfast')._core.clock.SystemClock(), timeout_s)",
@@ -113,7 +113,7 @@ BUGS = [
     ),
     Bug(
         "F-P2",
-        "an empty result is taken for none",
+        "an empty result is stored as no result",
         "codec.py",
         "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)",
         "numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, bool(body), 0)",
@@ -121,7 +121,7 @@ BUGS = [
     ),
     Bug(
         "F-P2 b",
-        "a cached outcome without a result is taken for missing",
+        "an outcome without a result counts as missing",
         "__init__.py",
         "            if 0 <= index < len(enqueued) and outcome:\n",
         "            if 0 <= index < len(enqueued) and outcome and codec.decode_outcome(outcome).result is not None:\n",
@@ -129,7 +129,7 @@ BUGS = [
     ),
     Bug(
         "F-P3",
-        "a result's time to live is set on all records of the queue",
+        "the time to live of one result expires all records of the queue",
         "lua/verbs.lua",
         "        record_change(tx, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n",
         "        record_change(tx, entry, after, kind, then_kind, outcome)\n        replies[at] = '1'\n"
@@ -138,7 +138,7 @@ BUGS = [
     ),
     Bug(
         "F-P6",
-        "a claim takes a job out of the line and does not write the lease",
+        "a claim removes the job from its index and writes no lease",
         "lua/fast.lua",
         "  append(list_of(writes, 'runs'), id, pack(LEASE, 0, fence, lease_ms, until_at, #worker) .. worker)\n",
         "",
@@ -154,7 +154,7 @@ BUGS = [
     ),
     Bug(
         "F-P8",
-        "ids are cut at a colon where events are read",
+        "ids in events are cut at the first colon",
         "codec.py",
         "        id = clean_id(message[at : at + id_size])\n",
         '        id = clean_id(message[at : at + id_size].split(b":")[0])\n',
@@ -162,7 +162,7 @@ BUGS = [
     ),
     Bug(
         "F-P9",
-        "a cancelled job stays in the line, and runs beside its successor",
+        "a cancelled job stays in the waiting index and runs beside its successor",
         "lua/transaction.lua",
         "if entry.key and (entry.key ~= key or entry.member ~= member) then",
         "if entry.key and key ~= ':cancelled' and (entry.key ~= key or entry.member ~= member) then",
@@ -170,7 +170,7 @@ BUGS = [
     ),
     Bug(
         "F-P13",
-        "a worker's earlier lease settles its later one",
+        "a worker's earlier lease can settle its later lease",
         "lua/lifecycle.lua",
         HOLDS,
         "return job and job.run and job.run.worker == worker",
@@ -178,7 +178,7 @@ BUGS = [
     ),
     Bug(
         "F-P14",
-        "stalls are not counted: a poisonous job goes round for ever",
+        "stalls are not counted: a job that crashes its process runs without end",
         "lua/lifecycle.lua",
         "  job.stalls = job.stalls + 1\n",
         "",
@@ -186,7 +186,7 @@ BUGS = [
     ),
     Bug(
         "F-P16",
-        "one listener's leaving silences all others",
+        "when one listener leaves, the others get no events",
         "notify.py",
         "        if self._channels[channel] <= 0:\n",
         "        if True:\n",
@@ -194,7 +194,7 @@ BUGS = [
     ),
     Bug(
         "F-P16 b",
-        "one waiting worker's leaving leaves the others without tokens",
+        "when one waiting worker leaves, the others get no wake tokens",
         "notify.py",
         "        if self._keys[key] <= 0:\n",
         "        if True:\n",
@@ -202,7 +202,7 @@ BUGS = [
     ),
     Bug(
         "F-P22",
-        "an enqueue does not clear away what is to be forgotten: records pile up",
+        "an enqueue deletes no expired records: they accumulate",
         "lua/enqueue.lua",
         "  transaction.sweep_forgotten(tx, FORGET_ON_ENQUEUE)\n",
         "",
@@ -210,7 +210,7 @@ BUGS = [
     ),
     Bug(
         "F-P22 b",
-        "records are forgotten but not deleted",
+        "expired records leave their index but are not deleted",
         "lua/transaction.lua",
         "  if writes.removed then call('HDEL', queue .. ':jobs', unpack(writes.removed)) end\n",
         "",
@@ -218,7 +218,7 @@ BUGS = [
     ),
     Bug(
         "F-P23",
-        "a failed job can be cancelled, and its error is gone",
+        "a failed job can be cancelled, which deletes its error",
         "lua/lifecycle.lua",
         "  if job.outcome then return job, 'f' end\n  if not job.run then",
         "  if job.outcome and job.outcome.state ~= FAILED then return job, 'f' end\n  if not job.run then",
@@ -226,7 +226,7 @@ BUGS = [
     ),
     Bug(
         "F-M2",
-        "a lease has no length before it is first extended: a sweep behind the claim takes it",
+        "a new lease has expired already: the next sweep takes it back",
         "lua/fast.lua",
         "stamp(tx.time), tx.now + 1000 * lease_ms\n",
         "stamp(tx.time), tx.now\n",
@@ -242,7 +242,7 @@ BUGS = [
     ),
     Bug(
         "F-M3",
-        "a new job gets a record and no place in the line",
+        "a new job has a record but no index entry",
         "lua/transaction.lua",
         "    if entry.key ~= key or entry.member ~= member or entry.score ~= score then\n",
         "    if entry.key and (entry.key ~= key or entry.member ~= member or entry.score ~= score) then\n",
@@ -250,7 +250,7 @@ BUGS = [
     ),
     Bug(
         "F-M4",
-        "who lost its lease completes a job that is back in the line",
+        "a worker that lost its lease can complete the job while it waits again",
         "lua/lifecycle.lua",
         HOLDS,
         "return job and (not job.run or job.run.fence == fence and job.run.worker == worker)",
@@ -258,7 +258,7 @@ BUGS = [
     ),
     Bug(
         "F-M5",
-        "a job that moves within the line is in it twice",
+        "a job that moves within its index has two entries",
         "lua/transaction.lua",
         "if entry.key and (entry.key ~= key or entry.member ~= member) then",
         "if entry.key and entry.key ~= key then",
@@ -266,7 +266,7 @@ BUGS = [
     ),
     Bug(
         "F-M6",
-        "an earlier holder completes the lease of the present one",
+        "an earlier holder can complete the current lease",
         "lua/lifecycle.lua",
         HOLDS,
         "return job and job.run and job.run.fence >= fence",
@@ -274,7 +274,7 @@ BUGS = [
     ),
     Bug(
         "F-W1",
-        "sweeping one worker takes back the leases of all",
+        "a sweep of one worker takes back the leases of all workers",
         "lua/leases.lua",
         "      if ok and run.worker == worker and #found < limit then",
         "      if ok and #found < limit then",
@@ -282,7 +282,7 @@ BUGS = [
     ),
     Bug(
         "F-W2",
-        "a job that is given back goes to the end of the line",
+        "a released job loses its place in the order",
         "lua/lifecycle.lua",
         "  if settlement.kind == RELEASE then ",
         "  if settlement.kind == RELEASE then job.arrival, job.run_at = stamp(time), now ",
@@ -290,7 +290,7 @@ BUGS = [
     ),
     Bug(
         "F-W6",
-        "the id of a cancelled job is taken for ever",
+        "the id of a cancelled job can never be used again",
         "lua/lifecycle.lua",
         "  if job.outcome then return enqueue_on_finished(job, request, time, at) end\n",
         "  if job.outcome and job.outcome.state == CANCELLED then return job, DUPLICATE, job.generation, 5 end\n"
@@ -308,7 +308,7 @@ BUGS = [
     ),
     Bug(
         "reply not kept",
-        "as above: nothing is known of the first call",
+        "a call whose reply was lost is made twice: the first reply is not stored",
         "lua/calls.lua",
         "  call('SET', key, pack(NUMBER, number)",
         "  local _ = select('#', key, pack(NUMBER, number)",
@@ -316,7 +316,7 @@ BUGS = [
     ),
     Bug(
         "lower number accepted",
-        "a late first copy is made after what came after it",
+        "a delayed copy of a call is applied after later calls",
         "lua/calls.lua",
         "    if number < last then return {err = 'HOLDFAST_SUPERSEDED'} end\n",
         "",
@@ -324,7 +324,7 @@ BUGS = [
     ),
     Bug(
         "fence of a repeated claim not compared",
-        "a repeated claim gives leases that others hold by now",
+        "a repeated claim returns leases that other workers hold by then",
         "lua/verbs.lua",
         "    if raw and run and sub(run, FENCE_AT, LEASE_MS_AT - 1) == fence then\n",
         "    if raw and run then\n",
@@ -332,7 +332,7 @@ BUGS = [
     ),
     Bug(
         "calls are kept for ever",
-        "every client that ever was leaves keys behind",
+        "every client leaves keys that never expire",
         "lua/calls.lua",
         ", 'PX', CALL_KEPT_MS)",
         ")",
@@ -340,7 +340,7 @@ BUGS = [
     ),
     Bug(
         "floors are kept for ever",
-        "every queue that ever was leaves a key behind",
+        "every deleted queue leaves a key that never expires",
         "lua/verbs.lua",
         ", 'PX', FLOOR_KEPT_MS)",
         ")",
@@ -359,7 +359,7 @@ BUGS = [
     ),
     Bug(
         "resent in reverse",
-        "after a break, calls overtake each other",
+        "after a reconnect, calls are sent in the wrong order",
         "connection.py",
         RESEND,
         f"        self._pending = deque(reversed(self._pending))\n{RESEND}",
@@ -367,7 +367,7 @@ BUGS = [
     ),
     Bug(
         "not resent",
-        "what was in flight when the connection broke is lost",
+        "calls in flight are lost when the connection breaks",
         "connection.py",
         RESEND,
         RESEND.replace("self._pending:", "[each for each in self._pending if not each.sent_at]:"),
@@ -375,7 +375,7 @@ BUGS = [
     ),
     Bug(
         "library not loaded again",
-        "a server that was restarted refuses all calls",
+        "a restarted server refuses all calls",
         "connection.py",
         "            if library is not None and str(reply)",
         "            if library is None and str(reply)",
@@ -383,7 +383,7 @@ BUGS = [
     ),
     Bug(
         "no allow-oom",
-        "a full server can not be drained",
+        "no job of a full server can be claimed or settled",
         "script.py",
         ", flags = {'allow-oom'}}",
         "}",
@@ -391,7 +391,7 @@ BUGS = [
     ),
     Bug(
         "enqueue with allow-oom",
-        "a full server takes jobs until it dies",
+        "a full server accepts jobs beyond its memory limit",
         "script.py",
         "{function_name = NAME .. '_enqueue', callback = calls.run}",
         "{function_name = NAME .. '_enqueue', callback = calls.run, flags = {'allow-oom'}}",
@@ -399,7 +399,7 @@ BUGS = [
     ),
     Bug(
         "replies cut at the wrong place",
-        "of callers that travel together some get the replies of others",
+        "callers whose calls are sent together get each other's replies",
         "calls.py",
         "            start += call.count\n",
         "            start += 1\n",
@@ -415,7 +415,7 @@ BUGS = [
     ),
     Bug(
         "verbs overtake each other",
-        "calls of one client to one queue are not made in their order",
+        "calls of one client to one queue are executed out of order",
         "calls.py",
         "                if not fits or call.verb != first.verb or call.options != first.options:\n",
         "                if call.verb != first.verb:\n                    self._waiting.rotate(-1)\n"
@@ -424,16 +424,16 @@ BUGS = [
     ),
     Bug(
         "options of another caller",
-        "calls with different options travel as one",
+        "calls with different options are sent as one call",
         "calls.py",
         "call.verb != first.verb or call.options != first.options:",
         "call.verb != first.verb:",
         (CALLS, UPDATES, LEASES),
     ),
-    # The short cuts for plain jobs
+    # Fast paths
     Bug(
         "plain: fence not compared",
-        "a worker's earlier lease completes its later one, if nothing is to be remembered",
+        "a worker's earlier lease can complete its later lease if no result is kept",
         "lua/fast.lua",
         "    and sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) == sub(run, FENCE_AT, FENCE_END)\n",
         "",
@@ -441,7 +441,7 @@ BUGS = [
     ),
     Bug(
         "plain: worker not compared",
-        "whoever knows the fence completes a job, if nothing is to be remembered",
+        "any worker that knows the fence can complete a job if no result is kept",
         "lua/fast.lua",
         "    and sub(run, HOLDER_AT, HOLDER_AT - 1 + #holder) == holder\n",
         "",
@@ -473,7 +473,7 @@ BUGS = [
     ),
     Bug(
         "plain: long records",
-        "counts and waiters of a record are passed over",
+        "counts and waiters of a record are ignored",
         "lua/fast.lua",
         "PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG",
         "PLAIN[flags] = LIVE[flags]",
@@ -481,7 +481,7 @@ BUGS = [
     ),
     Bug(
         "plain: enqueue with a waiter",
-        "who enqueues and waits is not told",
+        "a caller that enqueues and waits gets no notification",
         "lua/fast.lua",
         "if request.keep_ms > 0 then\n    flags = flags + LONG",
         "if false then\n    flags = flags + LONG",
@@ -489,7 +489,7 @@ BUGS = [
     ),
     Bug(
         "plain: enqueue for later",
-        "a delay is passed over",
+        "a delay is ignored",
         "lua/fast.lua",
         "FAST and when == NOW and has_payload",
         "FAST and has_payload",
@@ -497,7 +497,7 @@ BUGS = [
     ),
     Bug(
         "plain: an id twice in one batch",
-        "an id is in the line twice",
+        "an id has two index entries",
         "lua/enqueue.lua",
         "raws[at] and true or met[id] ~= nil or ",
         "raws[at] and true or ",
@@ -505,7 +505,7 @@ BUGS = [
     ),
     Bug(
         "quick: a retried job",
-        "the count of those that are being retried goes wrong",
+        "the number of jobs in retry is wrong",
         "lua/fast.lua",
         "  if #raw < LONG_BYTES or sub(raw, RETRIES_AT, RETRIES_END) ~= NO_RETRIES then return false end\n",
         "  if #raw < LONG_BYTES then return false end\n",
@@ -517,7 +517,7 @@ BUGS = [
     ),
     Bug(
         "quick: a stale entry",
-        "a job that was put off is claimed at once, by the entry that it had before",
+        "a job that was delayed is claimed at once through its old index entry",
         "lua/fast.lua",
         "return wall_at == 0 and pack('>I8', arrival) == sub(member, 1, ARRIVAL_BYTES)",
         "return wall_at == 0",
@@ -529,15 +529,15 @@ BUGS = [
     ),
     Bug(
         "quick: an absolute time",
-        "a job whose wall time was passed over by a clock that stepped back is claimed",
+        "a job with an absolute run_at is claimed early after the clock stepped back",
         "lua/fast.lua",
         "return wall_at == 0 and pack(",
         "return pack(",
         (CLOCK,),
     ),
     Bug(
-        "quick: a wish to keep it",
-        "an outcome is kept for another time than was asked for",
+        "quick: keep time",
+        "an outcome is not kept for the requested time",
         "lua/fast.lua",
         "retries + keep_ms + error_size + previous_size > 0",
         "retries + error_size + previous_size > 0",
@@ -548,7 +548,7 @@ BUGS = [
     ),
     Bug(
         "quick: the outcome before",
-        "what a generation ended in is lost when the next one ends",
+        "the outcome of a generation is lost when the next one ends",
         "lua/fast.lua",
         "retries + keep_ms + error_size + previous_size > 0",
         "retries + keep_ms + error_size > 0",
@@ -559,7 +559,7 @@ BUGS = [
         ),
     ),
     Bug(
-        "quick: a run too few",
+        "quick: attempts",
         "a finished record does not count its last run",
         "lua/fast.lua",
         "wall_at, attempts + 1, 0, stalls",
@@ -572,7 +572,7 @@ BUGS = [
     ),
     Bug(
         "quick: options of a finished record",
-        "a job that is asked for again has lost its options",
+        "a finished job that is enqueued again has lost its options",
         "lua/fast.lua",
         " .. pack('<I4', #packed) .. packed .. terms)",
         " .. pack('<I4', #packed) .. packed)",
@@ -584,8 +584,8 @@ BUGS = [
         ),
     ),
     Bug(
-        "quick: nobody is told",
-        "who waits hears nothing of the end",
+        "quick: no notification",
+        "waiters get no notification when the job ends",
         "lua/fast.lua",
         "record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)",
         "record_event(tx, KIND.COMPLETED, id, generation, run_at, '', outcome)",
@@ -594,7 +594,7 @@ BUGS = [
     # Wake-ups, counts, time, lists
     Bug(
         "no token for new work",
-        "waiting workers sleep on",
+        "waiting workers are not woken",
         "lua/transaction.lua",
         "    if tx.ready then wake(tx) end\n",
         "",
@@ -602,7 +602,7 @@ BUGS = [
     ),
     Bug(
         "no token for what a claim leaves",
-        "of many due jobs only the first batch is taken at once",
+        "only the first batch of many due jobs is claimed at once",
         "lua/verbs.lua",
         "  if run_at and run_at <= tx.now then transaction.wake(tx) end\n",
         "",
@@ -610,15 +610,15 @@ BUGS = [
     ),
     Bug(
         "a token for each job",
-        "a long line wakes workers as often as it has jobs",
+        "a long queue wakes workers once for each job",
         "lua/transaction.lua",
         "  if call('LLEN', tx.queue .. ':wake') == 0 then ",
         "  if true then ",
         (CALLS,),
     ),
     Bug(
-        "many waiters are not told",
-        "the fifth waiting client finds out a second late",
+        "many waiters",
+        "the fifth waiting client gets the outcome a second late",
         "__init__.py",
         '(f"{key}:to:{self._client}", f"{key}:to:*")',
         '(f"{key}:to:{self._client}",)',
@@ -626,7 +626,7 @@ BUGS = [
     ),
     Bug(
         "totals are not counted",
-        "nobody knows what has happened",
+        "the totals of a queue stay 0",
         "lua/transaction.lua",
         "  meta[TOTALS + kind] = meta[TOTALS + kind] + 1\n",
         "",
@@ -634,7 +634,7 @@ BUGS = [
     ),
     Bug(
         "the queue's time is not kept",
-        "a clock that steps back takes the queue with it",
+        "the queue's clock steps back with the server's clock",
         "lua/clock.lua",
         "  time[LAST_AT] = max(WALL + time[SKEW], time[LAST_AT])\n",
         "  time[LAST_AT] = WALL + time[SKEW]\n",
@@ -642,15 +642,15 @@ BUGS = [
     ),
     Bug(
         "stamps may be given out twice",
-        "two leases within a microsecond have one fence",
+        "two leases within one microsecond have the same fence",
         "lua/clock.lua",
         "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP] + 1)\n",
         "  time[LAST_STAMP] = max(time[LAST_AT], time[LAST_STAMP])\n",
         (CLOCK, LEASES),
     ),
     Bug(
-        "a dropped queue forgets its stamps",
-        "a queue that is made anew gives out fences that were there before",
+        "stamps of a deleted queue",
+        "a queue that is created again reuses fences",
         "lua/metadata.lua",
         "tonumber(call('GET', queue .. ':floor') or 0)",
         "0",
@@ -658,15 +658,15 @@ BUGS = [
     ),
     Bug(
         "not listed again",
-        "a queue that another client dropped is made anew and in no snapshot",
+        "a queue that another client deleted is created again but not listed",
         "lua/transaction.lua",
         "  transaction.relist('SADD', queue)\n",
         "",
         (ORDER, CALLS, REMEMBERING),
     ),
     Bug(
-        "beats without workers",
-        "records of workers that are gone pile up",
+        "expired workers stay",
+        "records of dead workers accumulate",
         "lua/workers.lua",
         "    call('HDEL', QUEUE .. ':workers', expired)\n",
         "",
@@ -674,7 +674,7 @@ BUGS = [
     ),
     Bug(
         "garbled records are not noticed",
-        "bytes that are no record become a job",
+        "bytes that are not a record become a job",
         "lua/record.lua",
         "  if band(flags, MARK) ~= MARK or priority > 9 or ",
         "  if ",
@@ -682,7 +682,7 @@ BUGS = [
     ),
     Bug(
         "stamps that no clock has shown",
-        "one garbled stamp, and the queue counts on from it",
+        "one damaged stamp moves the queue's stamps into the far future",
         "lua/record.lua",
         " or max(generation, run_at) > NEVER then",
         " then",
@@ -690,7 +690,7 @@ BUGS = [
     ),
     Bug(
         "garbled for the client only",
-        "a record that the client cannot read makes the whole claim raise",
+        "one record that the client cannot decode makes the whole claim raise",
         "__init__.py",
         "            except codec.UNREADABLE:\n                garbled += (",
         "            except ZeroDivisionError:\n                garbled += (",
@@ -700,13 +700,13 @@ BUGS = [
 
 
 left_out: list[str] = []
-"""Tests that fail without any bug: what they say means nothing."""
+"""Tests that fail without any bug, so they cannot show that a bug is caught."""
 
 
 class Verdict(NamedTuple):
     bug: Bug
     caught_by: str
-    """A test, or '' if none."""
+    """The first test that failed, or '' if none did."""
     trouble: str
     seconds: float
 
@@ -745,7 +745,7 @@ def main() -> int:
 
 
 def copy(folder: Path) -> Path:
-    ignored = shutil.ignore_patterns(".venv", ".redis-py", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
+    ignored = shutil.ignore_patterns(".venv*", ".redis-py", ".git", "__pycache__", ".hypothesis", "*.db", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=ignored)
     return folder
 
@@ -765,7 +765,7 @@ def plant(folder: Path, bug: Bug) -> Verdict:
 
 
 def pytest(folder: Path, names: set[str], *options: str) -> tuple[list[str], float]:
-    """Run these test files. The tests that failed, and how long it took."""
+    """Run these test files. Returns the tests that failed and the seconds that it took."""
     files = sorted(
         f"tests/redis/test_{CRASHES}.py" if name == CRASHES else f"tests/storage/{name}.py" for name in names
     )

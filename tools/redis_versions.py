@@ -1,7 +1,7 @@
 """Runs the Redis tests with the oldest and the newest redis-py and hiredis that pyproject.toml allows.
 
-Both are installed into `.redis-py/oldest` and `.redis-py/newest`, which come before `.venv` on the path of the tests;
-everything else is taken from `.venv`. `./dev redis-versions [oldest | newest]`.
+Both are installed into `.redis-py/oldest` and `.redis-py/newest`, without constraints.txt. These folders come before
+`.venv` on the path of the tests; everything else is taken from `.venv`. `./dev redis-versions [oldest | newest]`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def requirements(which: str) -> list[str]:
 
 
 def install(which: str) -> Path:
-    """Install them, unless that was done: the newest once a day."""
+    """Install the requirements unless they are there: the oldest once, the newest once a day."""
     folder = FOLDER / which
     wanted = requirements(which)
-    stamp = " ".join(wanted) + (f" {datetime.date.today()}" if which == "newest" else "")
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    stamp = " ".join([python, *wanted, *([str(datetime.date.today())] if which == "newest" else [])])
     ready = folder / "ready"
     if not ready.exists() or ready.read_text() != stamp:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The life of a job as data: docs/development/machine.md is drawn from it, and tests compare the lifecycle with it."""
+"""The transitions of a job as data: a docs page is generated from them, and tests compare the lifecycle with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast._core.lifecycle import forgotten
 
 
 class Phase(StrEnum):
-    """What decides how a record takes an event: its state, what is asked of its run, and how fresh its outcome is."""
+    """The state of a record together with the requests to its run and the age of its outcome."""
 
     NONE = "none"
     WAITING = "waiting"
@@ -77,8 +77,8 @@ def _transitions() -> dict[Phase, dict[Act, tuple[Phase, ...]]]:
 
 
 TRANSITIONS = _transitions()
-"""phase → act → the phases it may lead to. An act that is not listed does not apply: a settlement is lost,
-a cancel finds nothing, a claim or a sweep never sees the record."""
+"""phase → act → the phases it may lead to. An act that is not listed does not apply: a settlement is refused, a cancel
+finds nothing, a claim or a sweep does not see the record."""
 
 
 def phase_of(job: Job | None, now: int) -> Phase:

@@ -1,5 +1,9 @@
 """Holdfast: a reliable job queue for Python, on Redis or Valkey or on one SQLite file."""
 
+# The first import: it refuses platforms on which Holdfast cannot work.
+from holdfast._core import platform as _platform  # noqa: F401 # pyright: ignore[reportUnusedImport]
+
+# isort: split
 from holdfast import errors
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease

@@ -18,7 +18,7 @@ MOST_TOP_LEVEL_MODULES = 10
 MOST_PARAMETERS = 8
 
 BUDGETS = {
-    "_core": 2_800,
+    "_core": 2_830,
     "_client": 2_050,
     "_worker": 3_510,
     "storage": 8_170,
@@ -26,7 +26,7 @@ BUDGETS = {
     "": 450,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
-WITHOUT_CLI = 16_850
+WITHOUT_CLI = 16_880
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

@@ -25,16 +25,16 @@ from tests.processes import MARK
 from tests.servers import Server
 
 SHOWN = [
-    "both workers are there: processes",
+    "both workers have started: process ids",
     "500 quick jobs: done after",
-    "ask and get an answer: 19 + 2 = 21",
+    "call a task and get its result: 19 + 2 = 21",
     "a job that fails twice is retried: worked on attempt 3",
-    "one that fails for good has its own handler: invoice 7 failed after 2 runs: ValueError: invoice 7 has no total",
-    "asked for three times while it runs, a singleton runs once more: version 1, and then only version 4",
+    "a job that fails for good calls its fail handler: invoice 7 failed after 2 runs: ValueError: ",
+    "a singleton requested three times during its run runs once more: version 1, then only version 4",
     "a handler that never ends is killed with its process: ",
-    "a delayed job runs on time: 3 s after it was asked for",
-    "leased by hand, completed by exactly one: asked for twice: duplicate; completed: True, and again: False",
-    "a worker is killed, and its jobs run elsewhere: ",
+    "a delayed job runs on time: 3 s after it was enqueued",
+    "a leased job is completed exactly once: second enqueue: duplicate; first complete: True, second complete: False",
+    "a worker is killed, and its jobs run on the other one: ",
     "every record is checked: ",
     "Nothing was lost and nothing completed twice, in ",
 ]

@@ -68,7 +68,7 @@ async def test_a_file_is_told_with_what_its_setting_keeps(tmp_path: Path) -> Non
         *("release", "layout", "journal", "commits", "size"),
         *("latency", "clock", "has"),
     ]
-    assert said.lines[-1] == "all is well"
+    assert said.lines[-1] == "no problems found"
     assert (missing.status, missing.out) == (1, "")
     assert f"there is no {tmp_path}/missing.db" in missing.err
     assert not (tmp_path / "missing.db").exists()

@@ -111,7 +111,7 @@ async def test_an_option_that_is_wrong_is_named_with_status_2(run: Run, app: Hol
         ([*ask, "--run-at", "2099-01-01T00:00:00"], "time zone"),
         ([*ask, "--text", "--raw"], "--text and --raw"),
         (["lease", "emails", "--seconds", "nan"], "--seconds"),
-        (["fail", "token", "message", "--delay", "1"], "for --retry"),
+        (["fail", "token", "message", "--delay", "1"], "need --retry"),
     ]
     for told, (words, part) in zip(run.each(*(words for words, _ in mistakes)), mistakes, strict=True):
         assert (told.status, told.out) == (2, ""), words

@@ -215,9 +215,9 @@ async def test_a_shell_script_is_a_worker(folder: Folder, reader: str, tmp_path:
         assert lines[0] == "notes, attempt 1: completed"
         assert lines[-1] == "nothing more to do"
         assert [line for line in lines if line.startswith("gone")] == [
-            "gone, attempt 1: to be tried again",
-            "gone, attempt 2: to be tried again",
-            "gone, attempt 3: failed: it was tried too often",
+            "gone, attempt 1: to be retried",
+            "gone, attempt 2: to be retried",
+            "gone, attempt 3: failed: no retries left",
         ]
         assert await words.result("notes", wait=0) == {"words": 3}
         gone, odd = await words.get("gone"), await words.get("odd")

@@ -246,7 +246,7 @@ async def test_explain_says_why_a_job_is_not_running(run: Run, app: Holdfast[Any
     assert "in front" not in reasons("urgent")
     assert (told["no such job"].json["state"], told["later"].json["state"]) == (None, "waiting")
     shown = run("explain", "letters", "no such job")
-    assert (shown.status, shown.lines[0], shown.err) == (1, "no such job of letters: not there", "")
+    assert (shown.status, shown.lines[0], shown.err) == (1, "no such job of letters: not found", "")
     assert await held.complete()
 
 
@@ -431,10 +431,10 @@ async def test_broken_settings_are_a_mistake_and_are_named(run: Run, tmp_path: P
     broken: list[tuple[bytes, str]] = [
         (b"[tool.holdfast\n", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
-        (b'[tool.holdfast]\nredis = "x"\n', "not redis"),
-        (f'[tool.holdfast]\nurl = ["redis://u:{SECRET}@h"]\n'.encode(), "url is text"),
-        (b'tool = "x"\n', "is a table"),
-        (b"[tool]\nholdfast = 3\n", "is a table"),
+        (b'[tool.holdfast]\nredis = "x"\n', "unknown names in [tool.holdfast]: redis"),
+        (f'[tool.holdfast]\nurl = ["redis://u:{SECRET}@h"]\n'.encode(), "url must be text"),
+        (b'tool = "x"\n', "must be a table"),
+        (b"[tool]\nholdfast = 3\n", "must be a table"),
         (b'[tool.holdfast]\nurl = "nosuch://x"\n', "has an unknown scheme"),
     ]
     bare: dict[str, str | None] = {"HOLDFAST_URL": None, "HOLDFAST_NAMESPACE": None}

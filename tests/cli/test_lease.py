@@ -118,7 +118,7 @@ async def test_a_job_is_given_back_tried_again_or_given_up(run: Run, app: Holdfa
     assert (job.state, job.retries, job.stalls) == ("waiting", 0, 0)
     assert run("release", token).says_no(1, LOST)
     token = (await take(app)).token
-    assert run("fail", token, "no answer", "--retry", "--delay", "3600") == (0, "to be tried again\n", "")
+    assert run("fail", token, "no answer", "--retry", "--delay", "3600") == (0, "to be retried\n", "")
     info = await queue.get("one")
     assert info is not None
     assert info.error is not None
@@ -174,7 +174,7 @@ async def test_the_shell_worker_of_the_help_works(run: Run, app: Holdfast[Any]) 
     """As it is printed, again and again, but it looks only once for a job; `send-mail` fails for ben."""
     for name in ("ada", "ben"):
         await app.queue("emails").enqueue({"to": name}, id=name)
-    example = run("lease", "--help").out.partition("Example, ")[2].partition("\n")[2].partition("\n\n")[0]
+    example = run("lease", "--help").out.partition("Example: ")[2].partition("\n")[2].partition("\n\n")[0]
     assert "holdfast complete" in example
     functions = f"""
         holdfast() {{
@@ -198,7 +198,7 @@ async def test_the_shell_worker_of_the_help_works(run: Run, app: Holdfast[Any]) 
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["completed", "to be tried again"]
+    assert done.stdout.splitlines() == ["completed", "to be retried"]
     assert (run.folder / "sent").read_text().split() == ["ada", "ben"]
     stats = await app.queue("emails").stats()
     assert (stats.completed, stats.scheduled, stats.retrying) == (1, 1, 1)

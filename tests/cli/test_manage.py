@@ -68,17 +68,17 @@ async def test_retry_runs_jobs_once_more_as_they_were_and_with_all_every_failed_
         some, none = await asyncio.gather(
             edge.run("retry", "q", "a", "nobody"), edge.run("retry", "q", "nobody", "no\x1b[31m")
         )
-        assert (some.status, some.out) == (0, "runs once more: a\n")
+        assert (some.status, some.out) == (0, "enqueued again: a\n")
         assert "'nobody'" in some.err
         assert (none.status, none.out) == (1, "")
         assert len(none.err.splitlines()) == 2
         assert "\x1b" not in none.err
-        assert await edge.run("retry", "q", "--all") == (0, "2 jobs to run once more\n", "")
+        assert await edge.run("retry", "q", "--all") == (0, "2 jobs enqueued again\n", "")
         assert await states(edge) == {"a": "waiting", "b": "waiting", "c": "waiting", "stopped": "cancelled"}
         again = await queue.get("a")
         assert again is not None
         assert (again.payload, again.retries) == ({"of": "a"}, 0)
-        assert (await edge.run("retry", "q", "stopped")).lines == ["runs once more: stopped"]
+        assert (await edge.run("retry", "q", "stopped")).lines == ["enqueued again: stopped"]
 
 
 async def test_wrong_uses_are_2_and_touch_nothing(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ async def test_audit_finds_damage_and_repair_mends_it_without_losing_a_job(stora
         mended = await edge.run("repair")
         assert (mended.status, mended.err) == (0, "")
         assert mended.lines[0] == all_said.lines[0]
-        assert mended.lines[-1].endswith(", mended")
+        assert mended.lines[-1].endswith(", repaired")
         clean, again = await asyncio.gather(edge.run("audit"), edge.run("repair", "--json"))
         assert clean == (0, "4 records checked, 0 problems\n", "")
         assert again == (0, "", "")

@@ -46,7 +46,7 @@ async def assert_load_survives(scene: Scene, told: Callable[[WorkerProcess], lis
     told_at = time.monotonic()
     for pid in told(worker):
         os.kill(pid, signal.SIGTERM)
-    await until(lambda: "the worker stops" in worker.text())
+    await until(lambda: "stopping the worker" in worker.text())
     (scene.folder / "soon").touch()
     assert await worker.exited() == 0
     assert time.monotonic() - told_at < grace_s + 0.5 + NOISE_S
@@ -74,7 +74,7 @@ async def test_sigint_stops_a_worker_as_sigterm_does(scene: Scene) -> None:
         await scene.app.queue("hold").enqueue({"gate": gate}, id=gate)
     await scene.noted("began", 2)
     worker.signal(signal.SIGINT)
-    await until(lambda: "the worker stops" in worker.text())
+    await until(lambda: "stopping the worker" in worker.text())
     (scene.folder / "soon").touch()
     assert await worker.exited() == 0
     found = [await scene.app.queue("hold").get(id) for id in ("soon", "late")]
@@ -92,7 +92,7 @@ async def test_a_second_signal_is_quick_whatever_handlers_do(scene: Scene, grace
     await scene.app.queue("patient").enqueue({}, id="patient")
     await scene.noted("began", 3)
     worker.signal(signal.SIGTERM)
-    await until(lambda: "the worker stops" in worker.text())
+    await until(lambda: "stopping the worker" in worker.text())
     if grace != "60":
         await until(lambda: {note["queue"] for note in scene.notes("stopped")} == {"hold", "patient"})
     worker.signal(signal.SIGTERM)
@@ -186,7 +186,7 @@ async def test_sighup_replaces_the_children_one_by_one_and_hurts_no_job(scene: S
     code.write("new", head="note('loading'); import time; time.sleep(0.5); note('loaded')")
     worker.signal(signal.SIGHUP)
     asked = asyncio.create_task(ask_all_the_time(scene))
-    await until(lambda: "loaded the code again" in worker.text())
+    await until(lambda: "reloaded the code" in worker.text())
     asked.cancel()
     results = await asked
     assert [note["code"] for note in scene.notes("slow")] == 10 * ["old"]
@@ -261,7 +261,7 @@ async def test_code_that_does_not_load_leaves_the_old_children_at_work_and_is_to
     assert (await slow.result(wait=10))[0] == "old"
     code.write("mended")
     worker.signal(signal.SIGHUP)
-    await until(lambda: "loaded the code again" in worker.text())
+    await until(lambda: "reloaded the code" in worker.text())
     assert (await scene.ask("which"))[0] == "mended"
 
 
@@ -279,7 +279,7 @@ async def test_code_that_has_nothing_to_serve_any_more_can_be_mended(scene: Scen
     assert worker.process.poll() is None
     code.write("mended")
     worker.signal(signal.SIGHUP)
-    await until(lambda: "loaded the code again" in worker.text())
+    await until(lambda: "reloaded the code" in worker.text())
     assert (await scene.ask("which"))[0] == "mended"
 
 

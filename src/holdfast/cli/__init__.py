@@ -1,4 +1,4 @@
-"""The command line: `holdfast COMMAND`. A user's mistake is answered with a sentence, not with a traceback."""
+"""The command line: `holdfast COMMAND`. A user error is reported in one sentence, without a traceback."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from holdfast.errors import HoldfastError, OptionError, PayloadRejected, Storage
 from holdfast.version import VERSION
 
 SECTIONS = {
-    "Begin": [demo, worker],
-    "Ask for jobs": [enqueue, call, result],
-    "Work from a shell, or in any language": [lease, complete, extend, release, fail],
-    "Look": [status, jobs, show, explain, events, doctor],
-    "Act": [cancel, retry, pause, resume, evict, purge],
-    "Look after it": [sweep, audit, repair],
+    "Start": [demo, worker],
+    "Enqueue": [enqueue, call, result],
+    "From a shell": [lease, complete, extend, release, fail],
+    "Inspect": [status, jobs, show, explain, events, doctor],
+    "Manage jobs": [cancel, retry, pause, resume, evict, purge],
+    "Maintain": [sweep, audit, repair],
 }
 
 
 class Commands(click.Group):
-    """Commands in the order in which one meets them."""
+    """The commands, listed by section."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*(str(command.name) for section in SECTIONS.values() for command in section), "completion"]
@@ -40,7 +40,7 @@ class Commands(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(str(command.name), command.get_short_help_str(90)) for command in section])
         with formatter.section("Other"):
-            formatter.write_dl([("completion", "Print what a shell needs to complete these commands.")])
+            formatter.write_dl([("completion", "Print the completion script for a shell.")])
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,19 +48,19 @@ class Commands(click.Group):
 def commands() -> None:
     """A reliable job queue, on Redis or Valkey or on one SQLite file.
 
-    The jobs are where --url says, or HOLDFAST_URL, or `url` under [tool.holdfast] in pyproject.toml; else in
-    sqlite:///holdfast.db.
+    The storage is given by --url, else by HOLDFAST_URL, else by `url` under [tool.holdfast] in pyproject.toml. The
+    default is sqlite:///holdfast.db.
 
     \b
-    Exit status: 0 done; 1 the answer is no, or it failed; 2 a mistake in the
-    command; 3 the storage cannot be reached; 4 nothing happened within --wait.
+    Exit status: 0 success; 1 not found, failed or lost; 2 invalid command or
+    input; 3 storage unavailable; 4 nothing happened within --wait.
     """
 
 
 @commands.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what a shell needs to complete these commands: eval "$(holdfast completion bash)"."""
+    """Print the completion script for a shell: eval "$(holdfast completion bash)"."""
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(commands, {}, "holdfast", "_HOLDFAST_COMPLETE").source())
@@ -72,14 +72,14 @@ for _section in SECTIONS.values():
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C: 128 plus the number of SIGINT, as in shells."""
 
 
 def main() -> None:
-    """The program."""
+    """Run the command line and exit with its status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # What a terminal cannot show is spelled out.
+            stream.reconfigure(errors="backslashreplace")  # Characters that the terminal cannot show are escaped.
     try:
         status = commands(prog_name="holdfast", standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)

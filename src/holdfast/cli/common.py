@@ -1,4 +1,4 @@
-"""What commands share: how they run on an app, and how they read their input."""
+"""Shared by commands: how they open an app, and how they read their input."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from holdfast.errors import OptionError
 
 
 def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A command that works on an open app, its first argument: takes `--url` and `--namespace`."""
+    """Make a command that gets an open app as its first argument. Adds `--url` and `--namespace`."""
     return _on_an_app(command, creates=True)
 
 
 def with_present_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The same for a command that only makes sense where there is something: it makes no empty file."""
+    """Like `with_app`, for a command that needs existing data: it does not create a SQLite file."""
     return _on_an_app(command, creates=False)
 
 
 def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Callable[..., None]:
-    @click.option("--url", metavar="URL", help="Where the jobs are, instead of HOLDFAST_URL or [tool.holdfast].")
-    @click.option("--namespace", metavar="NAME", help="Which part of the storage.  [default: hf]")
+    @click.option("--url", metavar="URL", help="URL of the storage, instead of HOLDFAST_URL or [tool.holdfast].")
+    @click.option("--namespace", metavar="NAME", help="Namespace within the storage.  [default: hf]")
     @wraps(command)
     def run(*args: Any, url: str | None, namespace: str | None, **kwargs: Any) -> None:
         chosen = settings(url, namespace)
         app = chosen.open()
         if not creates and (missing := chosen.missing_file()) is not None:
-            end(NO, f"there is no {missing}: nothing was ever enqueued there. Is this the right folder, or --url?")
+            end(NO, f"there is no {missing}: nothing was enqueued there yet. Check the folder, or pass --url")
 
         async def main() -> None:
             async with app:
@@ -45,7 +45,7 @@ def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Cal
         try:
             asyncio.run(main())
             sys.stdout.flush()
-        except BrokenPipeError:  # `| head` has seen enough.
+        except BrokenPipeError:  # The reader, such as `head`, has closed the pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return run
@@ -62,7 +62,7 @@ class Number(click.FloatRange):
 
 
 def read_payload(given: str, *, text: bool, raw: bool) -> object:
-    """A payload from the command line, or from stdin for `-`: JSON, unless an option says otherwise."""
+    """Read a payload from the command line, or from stdin for `-`. It is JSON unless an option says otherwise."""
     if text and raw:
         raise click.UsageError("--text and --raw are mutually exclusive: pass only one")
     data = sys.stdin.buffer.read() if given == "-" else given.encode("utf-8", "surrogateescape")

@@ -1,5 +1,5 @@
-"""`holdfast demo`: real workers with real processes, and what they do when things go wrong. Everything it says has
-happened; if something does not, it says so and the exit status is 1."""
+"""`holdfast demo`: real workers with child processes, and how they handle failures. Each printed line is checked; if a
+check fails, the demo says which one and the exit status is 1."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LEASE_S = 2.0
 
 
 class Failed(Exception):
-    """Something that the demo was to show did not happen."""
+    """A step of the demo did not do what it shows."""
 
 
 @click.command()
 @click.option("--url", metavar="URL", help="Run it on a server: redis://localhost:6379/0.  [default: a SQLite file]")
 def demo(url: str | None) -> None:
-    """See it work: real workers, a hung job that is killed, a worker that is killed. A quarter of a minute."""
+    """Run a demonstration of 15 s: real workers, a hung job and a worker are killed, no job is lost."""
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as folder:
         place = url or f"sqlite:///{Path(folder).resolve()}/jobs.db"
         try:
             asyncio.run(_show_everything(place, Path(folder)))
         except Failed as error:
-            end(NO, f"the demo did not show what it was to show: {error}")
+            end(NO, f"the demo failed: {error}")
 
 
 async def _show_everything(url: str, folder: Path) -> None:
@@ -53,7 +53,7 @@ async def _show_everything(url: str, folder: Path) -> None:
     where = "one SQLite file, no server" if url.startswith("sqlite") else redact(url)
     async with tasks.app as app:
         if (await app.stats()).workers:
-            raise Failed("another demo is going on there")
+            raise Failed("another demo is running on this storage")
         await _clean_up(app)
         click.secho(f"Holdfast on {where}: two workers with two processes each", bold=True)
         screen = Screen()
@@ -68,27 +68,27 @@ async def _show_everything(url: str, folder: Path) -> None:
     click.echo()
     click.secho(f"{sum(totals.values()):,} events: " + ", ".join(f"{totals.get(kind, 0):,} {kind}" for kind in kinds))
     click.secho(f"Nothing was lost and nothing completed twice, in {screen.seconds:.0f} s.", fg="green", bold=True)
-    click.echo("Next: `holdfast --help`, and fifteen lines of your own: the quickstart in the docs begins with them.")
+    click.echo("Next: `holdfast --help`, and the quickstart in the docs, which begins with an app of fifteen lines.")
 
 
 async def _steps(app: Holdfast[Any], tasks: Any, screen: Screen, left: subprocess.Popen[bytes]) -> None:
-    await screen.step("both workers are there", lambda: _workers_are_there(app))
+    await screen.step("both workers have started", lambda: _workers_are_there(app))
     await screen.step(f"{QUICK_JOBS} quick jobs", lambda: _quick_jobs(app, tasks, screen))
-    await screen.step("ask and get an answer", lambda: _call(tasks))
+    await screen.step("call a task and get its result", lambda: _call(tasks))
     await screen.step("a job that fails twice is retried", lambda: _retried(tasks))
-    await screen.step("one that fails for good has its own handler", lambda: _failed(app, tasks))
+    await screen.step("a job that fails for good calls its fail handler", lambda: _failed(app, tasks))
     later = await tasks.later.using(delay=DELAY_S).enqueue()
     due_at = time.monotonic() + DELAY_S
-    await screen.step("asked for three times while it runs, a singleton runs once more", lambda: _singleton(tasks))
+    await screen.step("a singleton requested three times during its run runs once more", lambda: _singleton(tasks))
     await screen.step("a handler that never ends is killed with its process", lambda: _killed(app, tasks))
     await screen.step("a delayed job runs on time", lambda: _delayed(later, due_at))
-    await screen.step("leased by hand, completed by exactly one", lambda: _leased(app))
-    await screen.step("a worker is killed, and its jobs run elsewhere", lambda: _worker_dies(app, tasks, left))
+    await screen.step("a leased job is completed exactly once", lambda: _leased(app))
+    await screen.step("a worker is killed, and its jobs run on the other one", lambda: _worker_dies(app, tasks, left))
     await screen.step("every record is checked", lambda: _audit(app))
 
 
 class Screen:
-    """Lines as things happen. On a terminal the step that goes on is shown, too."""
+    """Prints a line after each step; on a terminal also the step in progress."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -114,7 +114,7 @@ class Screen:
         click.secho(result, fg="cyan")
 
     def progress(self, text: str) -> None:
-        """What goes on, in a line that is written over."""
+        """Show the step in progress, in a line that is overwritten."""
         if self._live:
             self.wipe()
             click.echo(f"{self.seconds:5.1f} s    {self._title} {text}", nl=False)
@@ -126,11 +126,11 @@ class Screen:
 
 @asynccontextmanager
 async def _worker(name: str, folder: Path) -> AsyncGenerator[subprocess.Popen[bytes]]:
-    """`holdfast worker`, as anybody runs it. It is stopped, and must end well, unless the demo has killed it."""
+    """Run `holdfast worker` as a user would. At the end it is stopped; unless killed, it must exit with status 0."""
     command = [sys.executable, "-m", "holdfast", "worker", "holdfast.cli.demo_tasks:app"]
     options = ["--processes", "2", "--name", name, "--lease", str(LEASE_S), "--log-level", "warning"]
     with (folder / f"{name}.log").open("wb") as log:
-        worker = subprocess.Popen(  # noqa: ASYNC220, S603 -- a moment, and a command of our own
+        worker = subprocess.Popen(  # noqa: ASYNC220, S603 -- short, and the command is ours
             [*command, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
@@ -144,7 +144,7 @@ async def _worker(name: str, folder: Path) -> AsyncGenerator[subprocess.Popen[by
 
 
 async def _until(true: Callable[[], Awaitable[bool]]) -> None:
-    while not await true():  # noqa: ASYNC110 -- what is waited for is in another process
+    while not await true():  # noqa: ASYNC110 -- the condition depends on another process
         await asyncio.sleep(0.05)
 
 
@@ -154,7 +154,7 @@ async def _workers_are_there(app: Holdfast[Any]) -> str:
 
     await _until(two_workers)
     facts = [worker.facts for worker in (await app.stats()).workers]
-    return f"processes {', '.join(str(worker['pid']) for worker in facts)}, release {facts[0]['version']}"
+    return f"process ids {', '.join(str(worker['pid']) for worker in facts)}, release {facts[0]['version']}"
 
 
 async def _quick_jobs(app: Holdfast[Any], tasks: Any, screen: Screen) -> str:
@@ -189,7 +189,7 @@ async def _failed(app: Holdfast[Any], tasks: Any) -> str:
         await handle.result()
     except JobFailed:
         return str(await app.queue("hopeless/failed").result(f"{handle.id}@{handle.generation}"))
-    raise AssertionError("it did not fail")
+    raise AssertionError("the job did not fail")
 
 
 async def _singleton(tasks: Any) -> str:
@@ -202,7 +202,7 @@ async def _singleton(tasks: Any) -> str:
     others = [await tasks.sync.enqueue(42, version=version) for version in (2, 3, 4)]
     results = [await first.result(), *[await other.result() for other in others]]
     assert results == [1, 4, 4, 4], results
-    return f"version 1, and then only version 4 ({', '.join(str(other.placed) for other in others)})"
+    return f"version 1, then only version 4 ({', '.join(str(other.placed) for other in others)})"
 
 
 async def _killed(app: Holdfast[Any], tasks: Any) -> str:
@@ -210,13 +210,13 @@ async def _killed(app: Holdfast[Any], tasks: Any) -> str:
     began = time.monotonic()
     pid = 0
 
-    async def told_its_process() -> bool:
+    async def has_reported_its_process() -> bool:
         nonlocal pid
         job = await app.queue("spin").get(handle.id)
         pid = job.progress["pid"] if job is not None and job.progress else 0
         return pid > 0
 
-    await _until(told_its_process)
+    await _until(has_reported_its_process)
     kind = ""
     try:
         await handle.result()
@@ -225,7 +225,7 @@ async def _killed(app: Holdfast[Any], tasks: Any) -> str:
     seconds = time.monotonic() - began
     assert kind == "timeout", kind
     assert not _runs(pid), f"process {pid} is alive"
-    return f"its limit was 1.5 s; after {seconds:.1f} s process {pid} was dead, and the job failed: {kind}"
+    return f"its timeout was 1.5 s; process {pid} was dead after {seconds:.1f} s, and the job failed: {kind}"
 
 
 def _runs(pid: int) -> bool:
@@ -239,8 +239,8 @@ def _runs(pid: int) -> bool:
 async def _delayed(handle: Any, due_at: float) -> str:
     run_at, began_at = await handle.result()
     seen = f", seen {time.monotonic() - due_at:.1f} s later" if time.monotonic() - due_at > 0.5 else ""
-    late_ms = max(0, began_at - run_at) / 1000  # By two clocks, if the storage is on another host.
-    return f"{DELAY_S} s after it was asked for, {late_ms:.0f} ms late{seen}"
+    late_ms = max(0, began_at - run_at) / 1000  # Two clocks, if the storage is on another host.
+    return f"{DELAY_S} s after it was enqueued, {late_ms:.0f} ms late{seen}"
 
 
 async def _leased(app: Holdfast[Any]) -> str:
@@ -251,7 +251,7 @@ async def _leased(app: Holdfast[Any]) -> str:
     assert lease is not None
     answers = [await lease.complete("sent"), await lease.complete("sent")]
     assert answers == [True, False], answers
-    return f"asked for twice: {twice.placed}; completed: {answers[0]}, and again: {answers[1]}"
+    return f"second enqueue: {twice.placed}; first complete: {answers[0]}, second complete: {answers[1]}"
 
 
 async def _worker_dies(app: Holdfast[Any], tasks: Any, left: subprocess.Popen[bytes]) -> str:
@@ -277,7 +277,7 @@ async def _worker_dies(app: Holdfast[Any], tasks: Any, left: subprocess.Popen[by
     assert totals.get("stalled", 0) == lost, totals
     others = sum(name == "right" for name in ran_on)
     seconds = time.monotonic() - killed_at
-    return f"{lost} of {NAPS} went down with it; {others} ran on the other, and all were done {seconds:.1f} s later"
+    return f"it held {lost} of {NAPS} jobs; {others} ran on the other worker, and all were done {seconds:.1f} s later"
 
 
 async def _audit(app: Holdfast[Any]) -> str:
@@ -286,7 +286,7 @@ async def _audit(app: Holdfast[Any]) -> str:
         report = await app.queue(stats.queue).repair(dry_run=True)
         assert report.problems == [], report.problems
         checked += report.checked
-    return f"{checked} records, no problem"
+    return f"{checked} records, no problems"
 
 
 async def _totals(app: Holdfast[Any]) -> dict[str, int]:
@@ -298,6 +298,6 @@ async def _totals(app: Holdfast[Any]) -> dict[str, int]:
 
 
 async def _clean_up(app: Holdfast[Any]) -> None:
-    """Leave nothing on the server, even after a demo that was interrupted."""
+    """Delete the queues of the demo, also those of an earlier demo that was interrupted."""
     for stats in (await app.stats()).queues:
         await app.queue(stats.queue).delete(wait=10)

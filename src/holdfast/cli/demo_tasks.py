@@ -1,4 +1,4 @@
-"""The tasks of `holdfast demo`. Where their jobs are comes from the environment, as in any app without a URL."""
+"""The tasks of `holdfast demo`. Their storage comes from the environment, as in any app without a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def add(a: int, b: int) -> int:
 @app.task(name="flaky", max_retries=5, min_backoff=0.2, max_backoff=0.2)
 async def flaky() -> str:
     if current_job().attempt < 3:
-        raise ConnectionError("the other side hung up")
+        raise ConnectionError("connection reset")
     return f"worked on attempt {current_job().attempt}"
 
 
@@ -41,7 +41,7 @@ async def alert(failure: Failure) -> str:
 
 @app.task(name="spin", timeout=1.5, max_timeouts=0, size=100)
 def spin() -> None:
-    """Does not end, and cannot be cancelled."""
+    """Never returns, and ignores cancellation."""
     current_job().progress({"pid": os.getpid()})
     while True:
         pass

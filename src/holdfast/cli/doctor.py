@@ -1,4 +1,4 @@
-"""`holdfast doctor`: is everything as it should be, and what is kept when something dies?"""
+"""`holdfast doctor`: checks the storage and its settings, and whether all queues are served."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.cli.settings import look_here, settings
 
 SKEW_WARN_S = 1.0
 LATENCY_WARN_MS = 50.0
-LOOKS = 20
+READS = 20
 
 
 @click.command()
@@ -28,8 +28,9 @@ LOOKS = 20
 async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> None:
     """Check the storage, and whether all queues are served.
 
-    It prints version, what is kept when something dies, eviction, clock, latency and layout. With MODULE:APP (or `app`
-    in [tool.holdfast]) it also lists queues that have no task in that app. Exit status 1 if there is a warning.
+    Prints the version of the storage, what it keeps after a crash, eviction, clock, latency and layout. With MODULE:APP
+    (or `app` in [tool.holdfast]) it also lists queues that have no task in that app. Exit status 1 if there is a
+    warning.
     """
     about = await app.storage.about()
     latency_ms = await _latency_ms(app)
@@ -38,8 +39,7 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
     tasks = _tasks(target or settings(None, None).app)
     warnings = [
         *about.warnings,
-        *([f"its clock differs from this host's by {skew_s:+.1f} s"] if abs(skew_s) > SKEW_WARN_S else []),
-        *([f"a look takes {latency_ms:.0f} ms: is it far away, or busy?"] if latency_ms > LATENCY_WARN_MS else []),
+        *_slow_or_skewed(latency_ms, skew_s),
         *_unserved(snapshot, tasks),
     ]
     if as_json:
@@ -56,19 +56,19 @@ def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapsh
     say(f"  keeps      {about.keeps}")
     for name, value in about.facts.items():
         say(f"  {name:<10} {value}")
-    say(f"  latency    {latency_ms:.2f} ms for a look, median of {LOOKS}")
+    say(f"  latency    {latency_ms:.2f} ms for a read, median of {READS}")
     say(f"  clock      {skew_s:+.3f} s from this host's")
     say(f"  has        {format_count(len(snapshot.queues), 'queue')}, {format_count(len(snapshot.workers), 'worker')}")
     for warning in warnings:
         click.secho("! ", fg="yellow", nl=False)
         say(warning)
     if not warnings:
-        say("all is well")
+        say("no problems found")
 
 
 async def _latency_ms(app: Holdfast[None]) -> float:
     times: list[float] = []
-    for _ in range(LOOKS):
+    for _ in range(READS):
         began = time.perf_counter()
         await app.storage.ready(["holdfast-doctor"])
         times.append(1000 * (time.perf_counter() - began))
@@ -82,8 +82,18 @@ def _tasks(target: str | None) -> set[str] | None:
     return {handler.queue for handler in app_parts(import_app(target, Holdfast)).handlers}
 
 
+def _slow_or_skewed(latency_ms: float, skew_s: float) -> list[str]:
+    """Warnings about the latency and the clock of the storage."""
+    warnings: list[str] = []
+    if abs(skew_s) > SKEW_WARN_S:
+        warnings.append(f"the storage's clock differs from this host's by {skew_s:+.1f} s: synchronize both")
+    if latency_ms > LATENCY_WARN_MS:
+        warnings.append(f"a read takes {latency_ms:.0f} ms: check the distance and the load of the storage")
+    return warnings
+
+
 def _unserved(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
-    """Queues that no worker serves."""
+    """Warnings about queues that no worker serves."""
     warnings: list[str] = []
     for stats in snapshot.queues:
         if tasks is not None and stats.queue not in tasks and not stats.workers:

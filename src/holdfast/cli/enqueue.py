@@ -1,4 +1,4 @@
-"""Asking for jobs: `enqueue` and `call`."""
+"""Enqueueing jobs and reading results: `enqueue`, `call` and `result`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "timeout", "priority"
 
 def _payload_forms(command: Any) -> Any:
     text = click.option("--text", is_flag=True, help="The payload is text, not JSON.")
-    raw = click.option("--raw", is_flag=True, help="The payload is bytes, passed on unchanged.")
+    raw = click.option("--raw", is_flag=True, help="The payload is bytes, stored unchanged.")
     return text(raw(command))
 
 
@@ -32,8 +32,9 @@ def _payload_forms(command: Any) -> Any:
 async def enqueue(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, as_json: bool, **options: Any
 ) -> None:
-    """Ask for a job. PAYLOAD is JSON, or - for stdin; for a task, its arguments by name. (One that begins with a dash
-    goes behind --.)
+    """Enqueue a job. PAYLOAD is JSON, or - for stdin; for a task it is an object of its arguments by name.
+
+    Write -- before a payload that begins with a dash.
 
     \b
     Examples:
@@ -41,8 +42,8 @@ async def enqueue(
       holdfast enqueue emails '{"to": "ada"}' --id welcome-ada --delay 60
       cat picture.png | holdfast enqueue pictures - --raw
 
-    Prints what was placed (new, updated, deferred, duplicate, completed) and the id. Exit status 1 if --on-conflict
-    raise met a duplicate.
+    Prints how the request was placed (new, updated, deferred, duplicate, completed) and the id. Exit status 1 if the id
+    exists and --on-conflict is raise.
     """
     try:
         handle = await app.queue(queue).enqueue(read_payload(payload, text=text, raw=raw), **given(options))
@@ -63,21 +64,21 @@ async def enqueue(
 async def call(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **options: Any
 ) -> None:
-    """Ask for a job and print its result, as JSON.
+    """Enqueue a job, wait for it, and print its result as JSON.
 
     \b
     Examples:
       holdfast call shop.tasks.add '{"a": 1, "b": 2}'
       holdfast call shop.tasks.report '{"user": 42}' --wait 5 | jq .total
 
-    Exit status 1 if the job failed or was cancelled, 4 if it did not end within --wait (it goes on).
+    Exit status 1 if the job failed or was cancelled, 4 if it did not end within --wait; the job continues then.
     """
     try:
         value = read_payload(payload, text=text, raw=raw)
         say_json(await app.queue(queue).call(value, wait=wait, **given(options)))
     except WaitTimeout as error:
         served = (await app.queue(queue).stats()).workers
-        end(TIME_IS_UP, str(error) if served else f"{error}, once a worker serves {queue}: none does")
+        end(TIME_IS_UP, str(error) if served else f"{error}; no worker serves {queue}: start one")
     except (DuplicateJob, JobFailed, JobCancelled, JobForgotten) as error:
         end(NO, str(error))
 
@@ -88,9 +89,9 @@ async def call(
 @option_from_table("wait", default=DEFAULT_WAIT_S)
 @with_present_app
 async def result(app: Holdfast[None], queue: str, id: str, *, wait: float) -> None:
-    """Wait for a job that was asked for, and print its result, as JSON.
+    """Wait for a job that was enqueued before, and print its result as JSON.
 
-    Exit status 1 if it failed, was cancelled or is not there, 4 if it did not end within --wait.
+    Exit status 1 if it failed, was cancelled or does not exist, 4 if it did not end within --wait.
     """
     try:
         say_json(await app.queue(queue).result(id, wait=wait))

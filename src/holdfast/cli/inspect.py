@@ -1,4 +1,4 @@
-"""Inspecting: `status`, `jobs`, `show`, `explain`, `events`. None of them changes anything."""
+"""Inspecting: `status`, `jobs`, `show`, `explain`, `events`. These commands change nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATES = ("enqueued", "completed", "failed", "retried")
 async def status(
     app: Holdfast[None], queues: tuple[str, ...], *, watch: bool, every: float, times: int | None, as_json: bool
 ) -> None:
-    """Show queues and workers in numbers.
+    """Show the number of jobs in each queue, and the workers.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ async def status(
       holdfast status shop.tasks.report --json
     """
     if times is not None and not watch:
-        raise click.UsageError("--times is for --watch")
+        raise click.UsageError("--times needs --watch")
     before: Snapshot | None = None
     rounds = itertools.count(1) if watch else [1]
     for number in rounds:
@@ -62,7 +62,7 @@ async def status(
             say_json({"now": from_at(snapshot.now), "queues": chosen, "workers": snapshot.workers})
         else:
             if watch:
-                click.clear()  # Does nothing unless this is a terminal.
+                click.clear()  # Has no effect unless this is a terminal.
             _show_status(snapshot, chosen, before)
             say(f"\non {where(app)}")
         before = snapshot
@@ -92,7 +92,7 @@ def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot 
             )
             for worker in snapshot.workers
         ]
-        table(["worker", "executor", "used", "running", "heard of", "release", ""], rows)
+        table(["worker", "executor", "used", "running", "heartbeat", "release", ""], rows)
     else:
         say("no workers")
 
@@ -149,7 +149,7 @@ async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int
     ]
     table(["id", "state", "priority", "due", "attempts", "worker or error"], rows)
     if len(found) > limit:
-        say(f"… and more: --limit {2 * limit}")
+        say(f"… more jobs exist: use --limit {2 * limit}")
 
 
 async def _first(jobs: AsyncIterator[JobInfo], count: int) -> AsyncIterator[JobInfo]:
@@ -171,7 +171,7 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
     """Show one job. Exit status 1 if there is none."""
     job = await app.queue(queue).get(id)
     if job is None:
-        end(NO, f"there is no job {id!r} in {queue}: it was never requested, or is forgotten")
+        end(NO, f"there is no job {id!r} in {queue}: it was never enqueued, or its record has expired")
     shown: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
     if not payload:
         del shown["payload"], shown["result"]
@@ -195,12 +195,12 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
 @as_json
 @with_present_app
 async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) -> None:
-    """Say why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
+    """Explain why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
     explanation = await find_reasons(app.storage, queue, id)
     if as_json:
         say_json(explanation)
     else:
-        say(f"{explanation.id} of {explanation.queue}: {explanation.state or 'not there'}")
+        say(f"{explanation.id} of {explanation.queue}: {explanation.state or 'not found'}")
         for reason in explanation.reasons:
             say(f"  - {reason}")
         say(f"on {where(app)}")
@@ -214,13 +214,13 @@ async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) ->
 @as_json
 @with_present_app
 async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | None, as_json: bool) -> None:
-    """Print what happens, as it happens: of these queues, or of all that there are now. Until interrupted.
+    """Print events of these queues, or of all queues that exist now, until interrupted.
 
-    These are hints: some may be lost.
+    Events are notifications: some may be lost.
     """
     names = queues or tuple(stats.queue for stats in (await app.stats()).queues)
     if not names:
-        end(NO, "there are no queues yet: name those to listen to")
+        end(NO, "there are no queues yet: name the queues to listen to")
     seen = 0
     async with app.storage.subscribe(*(Topic(app.queue(name).name) for name in names)) as stream:
         async for event in stream:

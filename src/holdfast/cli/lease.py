@@ -1,4 +1,4 @@
-"""Workers in any language, or in a shell: `lease`, then `complete`, `extend`, `release` or `fail` by its token."""
+"""Workers in a shell or any language: `lease` a job, then `complete`, `extend`, `release` or `fail` it by its token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.cli.common import read_payload, with_app
 from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.cli.output import NO, TIME_IS_UP, end, plain, say, say_json
 
-LOST = "the lease is lost: it expired, or was settled already. Another may be at the job"
+LOST = "the lease is lost: it expired or was settled before. Another worker may run the job"
 
 
 @click.command()
@@ -21,12 +21,12 @@ LOST = "the lease is lost: it expired, or was settled already. Another may be at
 @options_from_table("max_retries", "max_stalls", "seconds", "wait")
 @with_app
 async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float, **limits: Any) -> None:
-    """Take the next job of a queue, and print it as JSON.
+    """Lease the next job of a queue for --seconds, and print it as JSON.
 
-    It has a token, id, attempt, deadline and payload, and is yours for --seconds.
+    The output has the token of the lease, the id, attempt, fence, deadline and payload of the job.
 
     \b
-    Example, one job of a worker in a shell (jq reads JSON):
+    Example: a shell script that processes one job (jq reads JSON):
       job=$(holdfast lease emails --seconds 60) || exit
       token=$(echo "$job" | jq -r .token)
       if echo "$job" | jq .payload | send-mail
@@ -34,9 +34,9 @@ async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float,
       else holdfast fail "$token" --retry --delay 10 --max-retries 5
       fi
 
-    A queue that is leased from has no limits of its own: a job that has been retried, or whose holder was lost, more
-    often than --max-retries or --max-stalls is failed instead of being handed out. Exit status 4 if there was none
-    within --wait.
+    Such a queue has no limits unless you give them: a job that was retried more than --max-retries times, or whose
+    holder was lost more than --max-stalls times, fails instead of being leased. Exit status 4 if no job was due within
+    --wait.
     """
     held = await app.queue(queue, **given(limits)).lease(seconds=seconds, wait=wait)
     if held is None:
@@ -58,12 +58,12 @@ async def lease(app: Holdfast[None], queue: str, *, seconds: float, wait: float,
 @click.argument("token")
 @click.argument("result", required=False)
 @click.option("--text", is_flag=True, help="The result is text, not JSON.")
-@click.option("--raw", is_flag=True, help="The result is bytes, as they are.")
+@click.option("--raw", is_flag=True, help="The result is bytes, stored unchanged.")
 @with_app
 async def complete(app: Holdfast[None], token: str, result: str | None, *, text: bool, raw: bool) -> None:
-    """The work is done. RESULT is JSON, or - for stdin; none unless given.
+    """Complete a leased job. RESULT is JSON, or - for stdin; without it the job has no result.
 
-    Of several who complete one lease exactly one succeeds. Exit status 1 if the lease is lost.
+    A lease can be completed only once. Exit status 1 if the lease is lost.
     """
     value = None if result is None else read_payload(result, text=text, raw=raw)
     _settled(await (await _held(app, token)).complete(value), "completed")
@@ -71,13 +71,13 @@ async def complete(app: Holdfast[None], token: str, result: str | None, *, text:
 
 @click.command()
 @click.argument("token")
-@option_from_table("seconds", help="Length of the lease, from now.  [default: as before]")
-@click.option("--progress", help="How far it is: a JSON value that `holdfast show` shows.")
+@option_from_table("seconds", help="New length of the lease, from now.  [default: as before]")
+@click.option("--progress", help="Progress of the job: a JSON value, shown by `holdfast show`.")
 @with_app
 async def extend(app: Holdfast[None], token: str, *, seconds: float | None, progress: str | None) -> None:
-    """Hold a lease for longer. Exit status 1 if it is lost.
+    """Extend a lease. Exit status 1 if it is lost.
 
-    Prints the new deadline; and `cancel asked`, if the job was cancelled.
+    Prints the new deadline, and `cancel asked` if the job was cancelled.
     """
     held = await _held(app, token)
     value = None if progress is None else read_payload(progress, text=False, raw=False)
@@ -90,7 +90,7 @@ async def extend(app: Holdfast[None], token: str, *, seconds: float | None, prog
 @click.argument("token")
 @with_app
 async def release(app: Holdfast[None], token: str) -> None:
-    """Give a job back: it keeps its place, and nothing is counted. Exit status 1 if the lease is lost."""
+    """Return a leased job to its place in the queue; no retry is counted. Exit status 1 if the lease is lost."""
     _settled(await (await _held(app, token)).release(), "released")
 
 
@@ -104,15 +104,15 @@ async def release(app: Holdfast[None], token: str) -> None:
 async def fail(
     app: Holdfast[None], token: str, message: str, *, retry: bool, delay: float | None, max_retries: int | None
 ) -> None:
-    """The work has failed, for good or to be tried again. Exit status 1 if the lease is lost."""
+    """Fail a leased job for good or, with --retry, run it again later. Exit status 1 if the lease is lost."""
     if not retry and (delay is not None or max_retries is not None):
-        raise click.UsageError("--delay and --max-retries are for --retry")
+        raise click.UsageError("--delay and --max-retries need --retry")
     held = await _held(app, token, max_retries=max_retries)
     if retry:
         ok = await held.retry(delay=delay, error=message)
         job = await app.queue(held.queue).get(held.id)
         over = job is not None and job.state is State.FAILED
-        _settled(ok, "failed: it was tried too often" if over else "to be tried again")
+        _settled(ok, "failed: no retries left" if over else "to be retried")
     else:
         _settled(await held.fail(message), "failed")
 

@@ -1,4 +1,4 @@
-"""Acting on what is stored: `cancel`, `retry`, `pause`, `resume`, `evict`, `sweep`, `audit`, `repair`, `purge`."""
+"""Managing jobs, queues and workers: cancel, retry, pause, resume, evict, purge, sweep, audit, repair."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from holdfast.errors import JobNotFound
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @with_present_app
 async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
-    """Stop jobs: waiting ones at once, running ones by asking their worker.
+    """Cancel jobs: a waiting job at once, a running job through its worker.
 
-    Prints what became of each: cancelled, asked, finished or missing. Exit status 1 if none could be stopped.
+    Prints cancelled, asked, finished or missing for each. Exit status 1 if no job was cancelled or asked to stop.
     """
     replies = [await app.queue(queue).cancel(id) for id in ids]
     for id, reply in zip(ids, replies, strict=True):
@@ -37,10 +37,10 @@ async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
 @click.command()
 @click.argument("queue")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "everything", is_flag=True, help="Every failed job of the queue.")
+@click.option("--all", "everything", is_flag=True, help="Retry every failed job of the queue.")
 @with_present_app
 async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
-    """Run failed or cancelled jobs once more, as they were.
+    """Enqueue failed or cancelled jobs again, with the same payload. Their retries are counted from 0 again.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
       holdfast retry shop.tasks.report --all
     """
     if everything == bool(ids):
-        raise click.UsageError("name the jobs, or say --all")
+        raise click.UsageError("name the jobs, or pass --all")
     where = app.queue(queue)
     chosen = [job.id async for job in where.jobs(State.FAILED)] if everything else list(ids)
     missing = 0
@@ -56,12 +56,12 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
         try:
             handle = await where.retry(id)
             if not everything:
-                say(f"{'runs once more:' if handle.placed is Placed.NEW else handle.placed} {id}")
+                say(f"{'enqueued again:' if handle.placed is Placed.NEW else handle.placed} {id}")
         except JobNotFound as error:
             missing += 1
             click.secho(f"holdfast: {error}", fg="red", err=True)
     if everything:
-        say(f"{format_count(len(chosen) - missing, 'job')} to run once more")
+        say(f"{format_count(len(chosen) - missing, 'job')} enqueued again")
     if missing and missing == len(chosen):
         end(NO)
 
@@ -87,13 +87,15 @@ async def resume(app: Holdfast[None], queue: str) -> None:
 
 @click.command()
 @click.argument("worker")
-@click.option("--now", is_flag=True, help="Take its jobs back at once. Their runs may overlap with new ones.")
+@click.option(
+    "--now", is_flag=True, help="Take its jobs back at once. Runs that have not ended may overlap with the next ones."
+)
 @with_present_app
 async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
     """Ask a worker to stop.
 
-    It finishes what it has within its grace, gives back the rest, and exits. Exit status 1 if there is no worker of
-    that name.
+    The worker finishes running jobs within its grace, releases the rest, and exits. Exit status 1 if there is no worker
+    with this name.
     """
     exists = await app.evict(worker)
     taken = 0
@@ -103,7 +105,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
             while more:
                 swept = await queue.sweep(worker=worker)
                 taken, more = taken + len(swept.stalled), swept.more
-        say(f"{format_count(taken, 'job')} taken back: a run that still goes on may overlap with the next")
+        say(f"{format_count(taken, 'job')} taken back: a run that has not ended may overlap with the next one")
     if not exists and not taken:
         end(NO, f"there is no worker {worker!r}: see `holdfast status`")
     if exists:
@@ -116,13 +118,13 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
 @click.option("--times", type=click.IntRange(1), metavar="N", help="Stop after N sweeps (with --every).")
 @with_present_app
 async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
-    """Take back expired leases and forget what is due, in these queues or in all.
+    """Take back expired leases and delete expired records, in these queues or in all.
 
-    Workers and callers of `lease` do this by themselves. A separate cleaner is for queues that are rarely leased from:
+    Workers and `lease` do this themselves. A separate sweep is for queues that are rarely leased from:
     holdfast sweep --every 10
     """
     if times is not None and every is None:
-        raise click.UsageError("--times is for --every")
+        raise click.UsageError("--times needs --every")
     number = 0
     while True:
         number += 1
@@ -149,7 +151,7 @@ async def _sweep(queue: Queue) -> None:
 async def audit(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
     """Check every record of these queues, or of all, against the invariants. Changes nothing.
 
-    Exit status 1 if something is wrong.
+    Exit status 1 if there are problems.
     """
     await _check(app, queues, mend=False, as_json=as_json)
 
@@ -159,7 +161,7 @@ async def audit(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) 
 @as_json
 @with_present_app
 async def repair(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool) -> None:
-    """Check as `audit` does, and mend what is wrong. No job that can be read is lost by it."""
+    """Check as `audit` does, and repair what is wrong. No readable job is lost."""
     await _check(app, queues, mend=True, as_json=as_json)
 
 
@@ -176,8 +178,8 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
             else:
                 say(f"{problem.kind} {problem.queue} {problem.id}: {problem.detail}")
     if not as_json:
-        mended = ", mended" if mend and problems else ""
-        say(f"{format_count(checked, 'record')} checked, {format_count(len(problems), 'problem')}{mended}")
+        repaired = ", repaired" if mend and problems else ""
+        say(f"{format_count(checked, 'record')} checked, {format_count(len(problems), 'problem')}{repaired}")
     if problems and not mend:
         end(NO)
 
@@ -185,12 +187,16 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
 @click.command()
 @click.argument("queue")
 @click.option(
-    "--state", "states", type=STATES, multiple=True, help="Only these. Repeatable.  [default: all but running]"
+    "--state",
+    "states",
+    type=STATES,
+    multiple=True,
+    help="Delete only jobs in this state. Repeatable.  [default: all states but running]",
 )
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @with_present_app
 async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
-    """Delete the jobs of a queue. Running ones, if named, are asked to cancel."""
+    """Delete the jobs of a queue. With --state running, running jobs are asked to cancel."""
     chosen = app.queue(queue)
     wanted = states or tuple(state.value for state in Queue.PURGED)
     if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):

@@ -1,4 +1,4 @@
-"""Command-line options drawn from the table of options: names, bounds, defaults and help."""
+"""Command-line options, made from the table of options: names, bounds, defaults and help."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Time(click.ParamType[datetime]):
         try:
             time = datetime.fromisoformat(str(value))
         except ValueError:
-            self.fail("write it as 2027-01-31T08:00:00+01:00", param, ctx)
+            self.fail(f"{value!r} is not a time: write it as 2027-01-31T08:00:00+01:00", param, ctx)
         if time.tzinfo is None:
-            self.fail("it has no time zone: add +01:00, or Z for UTC", param, ctx)
+            self.fail(f"{value!r} has no time zone: add +01:00, or Z for UTC", param, ctx)
         return time
 
 
 def options_from_table(*names: str) -> Callable[[Any], Any]:
-    """Decorate a command with these options of the table. An option that is not given is None if its default depends on
-    the task, else it has the default of the table."""
+    """Add these options of the table to a command. An omitted option is None if its default depends on the task;
+    otherwise it has the default of the table."""
 
     def decorate(command: Any) -> Any:
         for name in reversed(names):
@@ -41,7 +41,7 @@ def options_from_table(*names: str) -> Callable[[Any], Any]:
 
 
 def option_from_table(name: str, *, default: Any = None, help: str = "") -> Callable[[Any], Any]:
-    """One option of the table: its name, its bounds and, unless given here, its help."""
+    """Add one option of the table to a command, with its name, its bounds and, unless given here, its help."""
     option = OPTIONS[name]
     return click.option(
         f"--{name.replace('_', '-')}",

@@ -1,4 +1,4 @@
-"""What a command prints, and how it exits."""
+"""Output and exit status of commands."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from holdfast._client.app import Holdfast
 from holdfast._core.text import escape_control
 
 NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
-"""Exit status: the answer is no (nothing there, lost, failed, problems found); the user's mistake; the storage cannot
-be reached; nothing happened within the wait."""
+"""Exit status: not found, lost, failed or problems found; invalid command or input; storage unavailable; nothing
+happened within the wait."""
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
 
 def say(text: str = "") -> None:
-    """A line. What control characters could do to a terminal, they do not."""
+    """Print text, with control characters escaped so that they cannot affect a terminal."""
     click.echo("\n".join(escape_control(line) for line in text.split("\n")))
 
 
 def say_json(value: object) -> None:
-    """A line of JSON, in which nothing can move a cursor either."""
+    """Print a value as one line of JSON, with control characters escaped."""
     text = msgspec.json.encode(plain(value)).decode()
     click.echo(text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text))
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns, numbers to the right."""
+    """Print rows in columns. Columns of numbers are aligned to the right."""
     lines = [[escape_control(str(cell)) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(headers, *lines, strict=True)]
     numeric = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(headers))]
@@ -52,7 +52,7 @@ def _is_number(cell: str) -> bool:
 
 
 def plain(value: object) -> object:
-    """A value as JSON has it. Bytes that are text become text, others say that they are base64, as ids may."""
+    """Convert a value for JSON. Bytes that are valid UTF-8 become text, other bytes an object with base64."""
     if isinstance(value, str):
         return value if value.isascii() else plain(value.encode("utf-8", "surrogateescape"))
     if isinstance(value, bytes):
@@ -72,7 +72,7 @@ def plain(value: object) -> object:
 
 
 def where(app: Holdfast[Any]) -> str:
-    """The full name of the storage, so that a wrong one is noticed."""
+    """The full name of the storage, printed so that the user notices a wrong one."""
     return repr(app.storage).strip("<>").partition(" ")[2]
 
 

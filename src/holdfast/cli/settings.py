@@ -1,4 +1,4 @@
-"""Where a command works: the command line, the environment, or `[tool.holdfast]` in pyproject.toml."""
+"""The settings of a command: from the command line, the environment, or `[tool.holdfast]` in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from holdfast.storage.urls import DEFAULT_URL
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Where to work, from the command line, the environment or `[tool.holdfast]` in pyproject.toml, in this order."""
+    """Storage and app of a command. The command line comes first, then the environment, then pyproject.toml."""
 
     url: str
     source: str
-    """Where the URL comes from: an option, a variable or a file."""
+    """Source of the URL for error messages: an option, a variable or a file."""
     namespace: str
     app: str | None
 
     def open(self) -> Holdfast[None]:
         if self.url.startswith("memory:"):
-            raise OptionError("memory:// ends with this command: use sqlite:///… or a server")
+            raise OptionError("memory:// is lost when this command ends: use sqlite:///… or the URL of a server")
         try:
             return Holdfast(self.url, namespace=self.namespace)
         except OptionError as error:
             raise OptionError(f"{self.source}: {error}") from None
 
     def missing_file(self) -> Path | None:
-        """The SQLite file, if that is what it is and there is none."""
+        """The path of the SQLite file if the storage is one and the file does not exist; else None."""
         if not self.url.startswith("sqlite:///"):
             return None
         file = Path(unquote(urlsplit(self.url).path[1:])).absolute()
@@ -44,14 +44,16 @@ class Settings(msgspec.Struct, frozen=True):
 
 def settings(url: str | None, namespace: str | None) -> Settings:
     if url == "":
-        raise OptionError("--url is empty: is a variable of your shell not set?")
+        raise OptionError("--url is empty: check whether the shell variable is set")
     file, project = _project()
     unknown = set(project) - {"url", "namespace", "app"}
     if unknown:
-        raise OptionError(f"{file}: [tool.holdfast] has url, namespace and app, not {', '.join(sorted(unknown))}")
+        raise OptionError(
+            f"{file}: unknown names in [tool.holdfast]: {', '.join(sorted(unknown))}. Use url, namespace or app"
+        )
     for name, value in project.items():
         if not isinstance(value, str):
-            raise OptionError(f"{file}: [tool.holdfast] {name} is text, not {type(value).__name__}")
+            raise OptionError(f"{file}: [tool.holdfast] {name} must be text, not {type(value).__name__}")
     sources = {"--url": url, URL_VARIABLE: os.environ.get(URL_VARIABLE), f"{file}": project.get("url")}
     source, chosen = next(((name, value) for name, value in sources.items() if value), ("", DEFAULT_URL))
     return Settings(
@@ -63,11 +65,11 @@ def settings(url: str | None, namespace: str | None) -> Settings:
 
 
 def _project() -> tuple[Path | None, dict[str, Any]]:
-    """`[tool.holdfast]` of the pyproject.toml here, or in a folder above."""
+    """Find `[tool.holdfast]` in the pyproject.toml of the current folder or its nearest parent."""
     try:
         here = Path.cwd()
     except FileNotFoundError:
-        return None, {}  # The folder was deleted under us.
+        return None, {}  # The current folder was deleted.
     for folder in (here, *here.parents):
         file = folder / "pyproject.toml"
         if file.is_file():
@@ -82,11 +84,11 @@ def _project() -> tuple[Path | None, dict[str, Any]]:
 def _table(found: dict[str, Any], name: str, file: Path) -> dict[str, Any]:
     value = found.get(name, {})
     if not isinstance(value, dict):
-        raise OptionError(f"{file}: {name} is a table: [tool.holdfast] has url, namespace and app")
+        raise OptionError(f"{file}: {name} must be a table: [tool.holdfast] has url, namespace and app")
     return cast("dict[str, Any]", value)
 
 
 def look_here() -> None:
-    """Have modules of the present folder found, as `python -m` does."""
+    """Put the current folder on the import path, as `python -m` does."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

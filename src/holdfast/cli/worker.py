@@ -43,30 +43,32 @@ class Size(click.ParamType[int]):
             self.fail(f"{value!r} is not a size: write 200M or 1.5G", param, ctx)
         size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
         if size < 1:
-            self.fail(f"{value!r} is too little", param, ctx)
+            self.fail(f"{value!r} is less than 1 byte", param, ctx)
         return size
 
 
 @click.command()
 @click.argument("target", metavar="MODULE[:APP]")
-@click.option("--queues", multiple=True, metavar="PATTERN", help="Serve these only: a name or 'reports.*'. Repeatable.")
 @click.option(
-    "--processes", type=click.IntRange(1, MAX_PROCESSES), help="Child processes.  [default: one for each CPU]"
+    "--queues", multiple=True, metavar="PATTERN", help="Serve only these queues: a name or 'reports.*'. Repeatable."
+)
+@click.option(
+    "--processes", type=click.IntRange(1, MAX_PROCESSES), help="Number of child processes.  [default: one per CPU]"
 )
 @click.option("--inline", is_flag=True, help="Run jobs in this process: less memory, but a hung job cannot be killed.")
 @click.option(
     "--concurrency",
     type=click.IntRange(1),
-    help="Maximum number of jobs at the same time, in all.  [default: what their sizes allow, 10 a child]",
+    help="Maximum number of concurrent jobs in total.  [default: by the sizes of tasks, usually 10 per child]",
 )
-@click.option("--name", help="The worker's name.  [default: host, process and a random part]")
+@click.option("--name", help="Name of the worker.  [default: host, process id and a random part]")
 @click.option(
     "--lease",
     type=Number(MIN_LEASE_MS / 1000, MAX_LEASE_MS / 1000),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a dead worker's jobs stay with it.",
+    help="Length of a lease: jobs of a dead worker run elsewhere within 1.5 leases and 1 s.",
 )
 @click.option(
     "--grace",
@@ -74,11 +76,11 @@ class Size(click.ParamType[int]):
     default=25.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long jobs may go on when the worker is stopped.",
+    help="Time for running jobs to finish when the worker stops.",
 )
 @click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after this number of jobs.")
-@click.option("--max-memory", type=Size(), help="Replace a child that has more in memory: 500M.")
-@click.option("--burst", is_flag=True, help="End when nothing is ready any more.")
+@click.option("--max-memory", type=Size(), help="Replace a child that uses more memory than this, for example 500M.")
+@click.option("--burst", is_flag=True, help="Exit when no job is due.")
 @click.option(
     "--log-format",
     type=click.Choice(FORMATS),
@@ -91,7 +93,7 @@ class Size(click.ParamType[int]):
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="info",
     show_default=True,
-    help="info has a line for every job.",
+    help="Log level; info has a line for every job.",
 )
 def worker(
     target: str,
@@ -111,8 +113,8 @@ def worker(
 ) -> None:
     """Run the jobs of an app, in child processes.
 
-    MODULE:APP is where the app is: shop.tasks:app for the `app` in shop/tasks.py; MODULE will do if it has only one.
-    The app says where its jobs are: Holdfast(url), or HOLDFAST_URL.
+    MODULE:APP names the app: shop.tasks:app is `app` in shop/tasks.py. MODULE is enough if it has only one app. The
+    storage is that of the app: Holdfast(url), or HOLDFAST_URL.
 
     \b
     Examples:
@@ -122,20 +124,21 @@ def worker(
 
     \b
     Signals:
-      TERM, INT   stop: jobs may finish within --grace, the rest goes back
-                  to its queue, uncounted. A second one is quick.
-      HUP         load the code again, one child after the other
+      TERM, INT   stop: jobs may finish within --grace, the others are
+                  released to their queue, and no retry is counted.
+                  A second signal ends the grace after a second or two.
+      HUP         reload the code, one child after the other
                   (with --inline: stop).
 
     \b
     Exit status:
-      0  stopped as asked, evicted, or the burst is over
-      1  it broke down, or a child process could not be started
-      2  a mistake in the command line, or the app cannot be loaded
-      3  the storage cannot be reached
+      0  stopped by a signal, evicted, or the burst has ended
+      1  internal failure, or a child process could not be started
+      2  invalid command line, or the app cannot be loaded
+      3  storage unavailable
     """
     if inline and any(option is not None for option in (processes, max_jobs, max_memory)):
-        raise click.UsageError("--inline has no child processes: leave --processes, --max-jobs and --max-memory out")
+        raise click.UsageError("--inline has no child processes: remove --processes, --max-jobs and --max-memory")
     parse_target(target)
     name = default_worker_name() if name is None else name
     check_worker(name)
@@ -179,7 +182,7 @@ def worker(
 
 
 def _lend_settings() -> None:
-    """An app that has no URL of its own is where the command line looks, too."""
+    """Give an app without a URL the settings of the command line."""
     found = settings(None, None)
     os.environ.setdefault(URL_VARIABLE, found.url)
     os.environ.setdefault(NAMESPACE_VARIABLE, found.namespace)
@@ -187,7 +190,7 @@ def _lend_settings() -> None:
 
 @asynccontextmanager
 async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
-    """The storage that the app says it has: this process imports nothing of the user's."""
+    """Open the storage that the app reports. This process imports no user code."""
     hello = pool.hello
     check_shared(hello.url)
     assert hello.url is not None
@@ -196,7 +199,7 @@ async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
 
 
 async def _serve(made: Worker, pool: Pool | None) -> None:
-    """Run a worker until it ends, and do what signals say."""
+    """Run a worker until it ends, and handle signals."""
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(made.run())
     signals = 0
@@ -204,7 +207,7 @@ async def _serve(made: Worker, pool: Pool | None) -> None:
     def stop(number: signal.Signals) -> None:
         nonlocal signals
         signals += 1
-        log.info("%s: the worker stops%s", number.name, "" if signals == 1 else ", at once")
+        log.info("%s: stopping the worker%s", number.name, "" if signals == 1 else " at once")
         made.stop(quick=signals > 1)
         if not made.started:
             running.cancel()
@@ -231,10 +234,10 @@ async def _reload_on_signal(made: Worker, pool: Pool, reload_asked: asyncio.Even
     while True:
         await reload_asked.wait()
         reload_asked.clear()
-        log.info("SIGHUP: loading the code again")
+        log.info("SIGHUP: reloading the code")
         if await pool.reload():
             try:
                 made.reload_tasks()
             except HoldfastError as error:
-                log.error("the new code has nothing for this worker: %s", error)
-            log.info("loaded the code again: the worker serves %s", ", ".join(made.queues) or "nothing")
+                log.error("the new code has no queues for this worker: %s", error)
+            log.info("reloaded the code: the worker serves %s", ", ".join(made.queues) or "nothing")

@@ -35,7 +35,7 @@ ROWS_A_STATEMENT = 50
 @functools.cache
 def _insert(rows: int) -> str:
     """Return the statement for new records. They always wait, so most columns need not be bound."""
-    row = "(?1, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
+    row = "(?, ?, 'waiting', NULL, ?, ?, ?, NULL, NULL, ?, ?)"
     return (
         "INSERT INTO holdfast_jobs (queue, id, state, view, priority, run_at, arrival, until_at, worker, payload, rest)"
         f" VALUES {', '.join([row] * rows)}"
@@ -58,31 +58,34 @@ _UPDATE_MOST = _UPDATE.format(payload="")
 _DUE = (
     " UNION ALL ".join(
         f"SELECT * FROM (SELECT {COLUMNS} FROM holdfast_jobs"
-        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at <= ?2"
-        " ORDER BY run_at, arrival LIMIT ?3)"
+        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} AND run_at <= :now"
+        " ORDER BY run_at, arrival LIMIT :each)"
         for priority in reversed(PRIORITIES)
     )
-    + " LIMIT ?4"
+    + " LIMIT :limit"
 )
-"""Jobs that are due, the highest priority first: ten reads of the index, each up to the limit."""
+"""Jobs that are due, the highest priority first: ten reads of the index, each up to the limit.
+
+Values are named where one occurs several times: Python before 3.12.4 warns about numbered ones (`?1`).
+"""
 
 _NEXT_RUN_AT = "SELECT min(run_at) FROM ({})".format(
     " UNION ALL ".join(
         "SELECT * FROM (SELECT run_at FROM holdfast_jobs"
-        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} ORDER BY run_at LIMIT 1)"
+        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} ORDER BY run_at LIMIT 1)"
         for priority in PRIORITIES
     )
 )
 _SCHEDULED = "SELECT sum(n) FROM ({})".format(
     " UNION ALL ".join(
         "SELECT count(*) AS n FROM holdfast_jobs"
-        f" WHERE queue = ?1 AND until_at IS NULL AND priority = {priority} AND run_at > ?2"
+        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} AND run_at > :now"
         for priority in PRIORITIES
     )
 )
-_PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
+_PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = :queue AND state = :state AND until_at <= :now"
 _NEXT_SWEEP_AT = (
-    "SELECT min(until_at) FROM holdfast_jobs WHERE queue = ? AND state = 'running' AND until_at IS NOT NULL"
+    "SELECT min(until_at) FROM holdfast_jobs WHERE queue = :queue AND state = 'running' AND until_at IS NOT NULL"
 )
 _PAGE_UNTIL = (
     f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
@@ -290,8 +293,10 @@ class SqliteTable:
             self._db.execute(_delete(len(part)), (self._numbers[queue], *map(blob_of, part)))
 
     def _insert(self, queue: str, jobs: Sequence[Job]) -> None:
-        values: list[object] = [self._numbers[queue]]
+        number = self._numbers[queue]
+        values: list[object] = []
         for job in jobs:
+            values.append(number)
             values += new_row(job)
         self._db.execute(_insert(len(jobs)), values)
 
@@ -312,14 +317,15 @@ class SqliteTable:
                 meta.totals[EventKind.FAILED] = meta.totals.get(EventKind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int, each: int = MAX_ITEMS) -> list[Job]:
-        rows = self._db.execute(_DUE, (self._numbers[queue], now, min(each, limit), limit))
+        values = {"queue": self._numbers[queue], "now": now, "each": min(each, limit), "limit": limit}
+        rows = self._db.execute(_DUE, values)
         return self._read(queue, rows, State.WAITING)
 
     def next_run_at(self, queue: str) -> int | None:
         return self._number(_NEXT_RUN_AT, queue)
 
     def scheduled(self, queue: str, now: int) -> int:
-        return self._number(_SCHEDULED, queue, now) or 0
+        return self._number(_SCHEDULED, queue, now=now) or 0
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         rows = self._db.execute(
@@ -330,13 +336,13 @@ class SqliteTable:
         return self._read(queue, rows, State.RUNNING)
 
     def past(self, queue: str, state: State, now: int) -> int:
-        return self._number(_PAST, queue, state, now) or 0
+        return self._number(_PAST, queue, state=state, now=now) or 0
 
     def next_sweep_at(self, queue: str) -> int | None:
         return self._number(_NEXT_SWEEP_AT, queue)
 
-    def _number(self, statement: str, queue: str, *values: object) -> int | None:
-        found: int | None = self._db.execute(statement, (self._numbers[queue], *values)).fetchone()[0]
+    def _number(self, statement: str, queue: str, **values: object) -> int | None:
+        found: int | None = self._db.execute(statement, {"queue": self._numbers[queue], **values}).fetchone()[0]
         return found
 
     def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
