@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,24 @@ async def test_eviction_and_what_a_user_may_not_ask_are_told_and_the_password_is
 
 
 # Queues that nobody serves
+
+
+async def test_damaged_queue_is_named_and_one_repair_without_names_heals_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    async with Holdfast(url) as app:
+        for name in ("bad", "good"):
+            await app.queue(name).enqueue({})
+    with closing(sqlite3.connect(tmp_path / "jobs.db")) as db:
+        db.execute("UPDATE holdfast_queues SET meta = x'c1' WHERE name = 'bad'")
+        db.commit()
+    status, said = await doctor(url, tmp_path)
+    assert status == 1
+    assert any("holdfast repair bad" in warning for warning in said["warnings"])
+    for command, expected in (("status", 0), ("audit", 1), ("repair", 0), ("audit", 0)):
+        ended = await run(command, cwd=tmp_path, HOLDFAST_URL=url)
+        assert (command, ended.status, ended.err) == (command, expected, "")
+    async with Holdfast(url) as app:
+        assert [queue.ready for queue in (await app.stats()).queues] == [1, 1]
 
 
 async def test_queues_without_a_task_or_a_worker_are_named(tmp_path: Path) -> None:

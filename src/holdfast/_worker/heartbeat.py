@@ -23,7 +23,7 @@ from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
-from holdfast.storage import Storage
+from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.validation import MAX_ITEMS, batches
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ class Heartbeat:
 
     async def _sweep(self, storage: Storage) -> None:
         for queue in await storage.ready(self._snapshot[1][:MAX_ITEMS]):
-            await storage.sweep(queue)
+            with suppress(QueueDamaged):  # The claimer reports it. The other queues must be swept.
+                await storage.sweep(queue)
 
     def _extends(self, run: Run) -> bool:
         """Whether to extend the lease of a run. A run that is long past its timeout loses it, even if the loop is

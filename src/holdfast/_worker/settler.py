@@ -19,6 +19,7 @@ from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement
 from holdfast._worker.executor import Run, wait_at_most, wait_until
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
+from holdfast.storage.base import QueueDamaged
 from holdfast.storage.validation import batches
 
 if TYPE_CHECKING:
@@ -120,24 +121,26 @@ class Settler:
         for batch in batches(waiting, _size):
             try:
                 replies = await self._send(queue, [pending.settlement for pending in batch])
-            except (PayloadRejected, OptionError):
+            except (PayloadRejected, OptionError, QueueDamaged):
                 for pending in batch:
                     await self._settle_one(queue, pending)
             else:
                 self._settled(queue, batch, replies)
 
     async def _settle_one(self, queue: str, pending: PendingSettlement) -> None:
-        """Settle one job of a batch that the storage has refused, most likely because a result is too large. Such a job
-        fails, because its result would be refused again; an error that is too large is shortened."""
+        """Settle one job of a batch that the storage has refused. A result that is too large fails its job, because it
+        would be refused again; an error that is too large is shortened. A job whose fail handler has a damaged queue
+        runs again after its lease."""
         attempts = [pending.settlement]
         while attempts:
             settlement = attempts.pop(0)
             try:
                 replies = await self._send(queue, [settlement])
-            except (PayloadRejected, OptionError) as error:
+            except (PayloadRejected, OptionError, QueueDamaged) as error:
                 what = f"the storage refused the settlement of job {pending.job.id!r:.80} in {queue}"
                 self._context.hooks.report_error(error, what)
-                if settlement is pending.settlement and pending.policy is not None:
+                shrinks = settlement is pending.settlement and not isinstance(error, QueueDamaged)
+                if shrinks and pending.policy is not None:
                     attempts = shrink_settlement(pending.job, settlement, pending.policy, str(error))
             else:
                 self._settled(queue, [msgspec.structs.replace(pending, settlement=settlement)], replies)
@@ -164,7 +167,8 @@ class Settler:
 
     async def _send(self, queue: str, batch: Sequence[Settlement]) -> Sequence[SettleResult | None]:
         """Settle, and try again while the storage cannot be reached; while the worker stops, for `GIVE_UP_S`. Replies
-        are None if that is given up. Raises PayloadRejected or OptionError if the storage refuses a settlement."""
+        are None if that is given up. Raises PayloadRejected, OptionError, or QueueDamaged for the queue of the fail
+        handler, if the storage refuses a settlement."""
         pause = TRY_AGAIN_S[0]
         what = f"worker {self._name} could not settle jobs of {queue}"
         while True:
@@ -174,6 +178,8 @@ class Settler:
             except (PayloadRejected, OptionError):
                 raise
             except (StorageUnavailable, StorageFull) as error:
+                if isinstance(error, QueueDamaged) and error.queue != queue:
+                    raise
                 self._context.hooks.report_error(error, what)
             except Exception as error:
                 late = isinstance(error, TimeoutError)

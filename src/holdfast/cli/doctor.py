@@ -40,6 +40,7 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
     warnings = [
         *about.warnings,
         *_slow_or_skewed(latency_ms, skew_s),
+        *(queue.problem for queue in snapshot.queues if queue.problem),
         *_unserved(snapshot, tasks),
     ]
     if as_json:

@@ -28,6 +28,7 @@ class QueueDamaged(StorageUnavailable):
 
     def __init__(self, queue: str) -> None:
         super().__init__(f"the metadata of queue {queue!r} cannot be read: run `holdfast repair {queue}`")
+        self.queue = queue
 
 
 class Storage(ABC):
