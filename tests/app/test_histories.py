@@ -408,13 +408,14 @@ class Stage:
         main, executor = worker._main, worker._context.executor
         assert main is not None
         assert isinstance(executor, Inline)
-        going = list(executor.runner._going.values())
         main.cancel()
         for _ in range(4):  # First those who would settle, then those who have something to be settled.
             await asyncio.sleep(0)
-        for task, _ in going:
+        for task, _ in list(executor.runner._going.values()):
             task.cancel()
         await asyncio.wait([main])
+        for task, _ in list(executor.runner._going.values()):  # Runs that began while the worker was cancelled.
+            task.cancel()
         await worker._stack.aclose()
 
     async def haunt(self, queue: str, storage: Any) -> None:
