@@ -16,7 +16,7 @@ busy. Then the nemesis rests, everything must come to its end, and what was note
 - progress: no queue that has ready jobs is without a claim for long, the lowest included; all that was asked for ends.
 
 `HOLDFAST_FUZZ=120` is the chaos's length in seconds on each storage; with `-s` the counts are printed. Without it there
-are a few seconds on SQLite; tests/chaos has a few on Valkey.
+are a few seconds on SQLite; tests/chaos/test_run.py has a few on Valkey.
 """
 
 from __future__ import annotations

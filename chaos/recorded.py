@@ -1,6 +1,6 @@
 """Makes a process write down what it asks of the storage and what it is told, and lets its storage's clock be moved.
 
-`install` is called by everybody who takes part, before anything is opened. `python -m tests.chaos.launch worker …` is
+`install` is called by everybody who takes part, before anything is opened. `python -m chaos.launch worker …` is
 `holdfast worker …`, recorded.
 """
 
@@ -11,13 +11,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from chaos import history
+from chaos.clocks import SharedClock
+from chaos.history import pen
+from chaos.setting import CLOCK, CLOCK_KEY
 from holdfast._core import clock, jobs, replies
 from holdfast.storage import Storage
 from holdfast.storage.redis import calls, script
-from tests.chaos import history
-from tests.chaos.clocks import SharedClock
-from tests.chaos.history import pen
-from tests.chaos.setting import CLOCK, CLOCK_KEY
 
 TOKEN = re.compile(rb'"token":"(\w+)"')
 
