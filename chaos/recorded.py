@@ -39,9 +39,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    calls.SOURCES = sources_with_a_movable_clock(script.SOURCES)
+    calls.SOURCES = sources_with_a_movable_clock(script.SOURCES)  # type: ignore[attr-defined]
     shared = SharedClock(os.environ[CLOCK])
-    clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
+    clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign, assignment]
     for name, verb in VERBS.items():
         setattr(Storage, name, verb(getattr(Storage, name)))
 

@@ -55,7 +55,8 @@ async def test_resources_are_made_once_per_worker_and_left_after_its_runs(make_a
 
         @app.task(name="s")
         def sync_use() -> str:
-            return str(current_job().resources["pool"])
+            resources: Any = current_job().resources
+            return str(resources["pool"])
 
         async with app.worker():
             handles = [await use.using(id=f"j{n}").enqueue(n) for n in range(3)]

@@ -383,7 +383,7 @@ async def test_an_idle_worker_of_many_queues_hardly_asks_and_writes_nothing() ->
             many.task(name=f"queue{n}")(nothing)
 
         def calls(*commands: str) -> int:
-            lines = server.command("INFO", "commandstats").decode().splitlines()  # type: ignore[union-attr]
+            lines = server.command("INFO", "commandstats").decode().splitlines()
             told = dict(line.split(":calls=", 1) for line in lines if ":calls=" in line)
             return sum(int(told.get(f"cmdstat_{name}", "0").split(",")[0]) for name in commands)
 

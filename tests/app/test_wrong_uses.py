@@ -90,7 +90,7 @@ def test_an_id_template_that_cannot_be_read_is_refused(idle: Holdfast[Any]) -> N
 def test_a_task_is_not_unique_and_singleton_at_once(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match="t: unique and singleton cannot be combined"):
 
-        @idle.task(name="t", unique="a", singleton="b")  # type: ignore[misc]
+        @idle.task(name="t", unique="a", singleton="b")
         async def task() -> None: ...
 
 
@@ -128,7 +128,7 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
     async def task() -> None: ...
 
     with pytest.raises(OptionError, match="the fail handler of t takes one parameter, a Failure"):
-        task.on_failure(lambda: None)  # type: ignore[call-overload]
+        task.on_failure(lambda: None)  # type: ignore[type-var]
 
     @task.on_failure
     async def first(failure: Failure) -> None: ...
@@ -140,7 +140,7 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
 def test_a_task_is_a_function(idle: Holdfast[Any]) -> None:
     for wrong in (5, "name", int):
         with pytest.raises(OptionError, match="a task is a function, not"):
-            idle.task(wrong)  # type: ignore[call-overload]
+            idle.task(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_an_option_of_a_task_that_is_out_of_range_is_refused(
     idle: Holdfast[Any], option: str, value: Any, says: str
 ) -> None:
     with pytest.raises(OptionError, match=says):
-        idle.task(name="t", **{option: value})(lambda: None)  # type: ignore[call-overload]
+        idle.task(name="t", **{option: value})(lambda: None)
 
 
 def test_a_largest_backoff_is_not_less_than_the_least(idle: Holdfast[Any]) -> None:
@@ -262,11 +262,11 @@ async def test_a_call_that_python_would_refuse_is_the_same_type_error(app: Holdf
     async def task(a: int, *, b: int = 1) -> None: ...
 
     with pytest.raises(TypeError, match="t: missing a required argument: 'a'"):
-        await task.enqueue()
+        await task.enqueue()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="t: too many positional arguments"):
         await task.enqueue(1, 2)
     with pytest.raises(TypeError, match="t: got an unexpected keyword argument 'c'"):
-        await task.call(1, c=2)
+        await task.call(1, c=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="t: multiple values for argument 'a'"):
         task.bind(1, a=2)
     assert (await app.stats()).queues == []
@@ -355,8 +355,8 @@ async def test_an_app_that_is_not_open_says_how_to_open_it(make_app: AppMaker) -
         lambda: queue.lease(wait=0),
         lambda: queue.get("a"),
         lambda: queue.stats(),
-        lambda: anext(queue.jobs()),  # type: ignore[arg-type]
-        lambda: anext(queue.events()),  # type: ignore[arg-type]
+        lambda: anext(queue.jobs()),
+        lambda: anext(queue.events()),
         lambda: queue.delete(),
     ):
         with pytest.raises(NotOpen, match="the app is not open: use it inside 'async with app:'"):

@@ -175,7 +175,7 @@ class Rewriter(ast.NodeTransformer):
         self._where.append(node.name)
         self.generic_visit(node)
         self._where.pop()
-        return node  # type: ignore[no-any-return]
+        return node
 
     visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _inside  # noqa: N815 -- ast's names.
 

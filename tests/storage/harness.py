@@ -81,23 +81,24 @@ class SqliteHarness:
 class RedisHarness:
     """A server that all tests share; each folder is a namespace of its own."""
 
-    def __init__(self, name: Literal["valkey", "redis"]) -> None:
-        self.name = name
+    def __init__(self, server: Literal["valkey", "redis"]) -> None:
+        self.name: str = server
+        self._server = server
         self._namespaces: dict[Path, str] = {}
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
-        server = servers.shared(self.name)
+        server = servers.shared(self._server)
         assert server is not None
         namespace = self._namespaces.setdefault(folder, uuid.uuid4().hex)
         return connect(server.url, clock=clock, namespace=namespace)
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
         assert isinstance(storage, RedisStorage)
-        RedisSaboteur(storage, self.name, queue).tag(id, entries)
+        RedisSaboteur(storage, self._server, queue).tag(id, entries)
 
     def clear(self) -> list[str]:
         namespaces, self._namespaces = list(self._namespaces.values()), {}
-        server = servers.shared(self.name) if namespaces else None
+        server = servers.shared(self._server) if namespaces else None
         return [text for namespace in namespaces for text in keyspace.clear(server, namespace)] if server else []
 
 

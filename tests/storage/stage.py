@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import Event, EventKind
-from holdfast._core.extension import Extension
 from holdfast._core.jobs import (
     Complete,
     Fail,
@@ -57,7 +57,7 @@ class Stage:
         run_at: int | None = None,
         custom_id: bool = True,
         keep: float = 0,
-        **work: int | str | Extension | None,
+        **work: Any,
     ) -> Enqueued:
         """`update=None` keeps what is there; `work` are the other fields of Work, such as priority."""
         delay_ms = None if delay is None else round(delay * 1000)
@@ -68,7 +68,7 @@ class Stage:
             delay_ms,
             update,
             custom_id,
-            round(keep * 1000),  # type: ignore[arg-type]
+            round(keep * 1000),
         )
         (reply,) = await self.storage.enqueue(self.queue, [request])
         return reply

@@ -174,7 +174,7 @@ class Agreement(RuleBasedStateMachine):
     def now_us(self) -> int:
         """The queue's time, which may be ahead of a clock that stepped back."""
         now = world.clock.now_us()
-        meta = world.storages[0].table.meta(self.queue)  # type: ignore[attr-defined]
+        meta = world.storages[0].table.meta(self.queue)
         return now if meta is None else max(now + meta.time.skew, meta.time.last_at)
 
     def hit(self, phase: Phase, act: Act) -> None:
@@ -345,7 +345,7 @@ class Agreement(RuleBasedStateMachine):
     def forgettable(self) -> dict[str, Phase]:
         """Records that are past their forget time and still there, by the phase they would be in."""
         now = self.now_us()
-        jobs = world.storages[0].table.load(self.queue, self.ids)  # type: ignore[attr-defined]
+        jobs = world.storages[0].table.load(self.queue, self.ids)
         due = {id: job.outcome for id, job in jobs.items() if job.outcome and job.outcome.forget_at <= now}
         return {id: phase_of(jobs[id], outcome.forget_at - 1) for id, outcome in due.items()}
 

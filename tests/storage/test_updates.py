@@ -41,9 +41,9 @@ UPDATES = [Update(*rules) for rules in product((True, False), RULES, (None, True
 LATER, EARLIER = 1000.0, -1000.0
 """Seconds from now: after, and before, any time that a job of these tests has of its own."""
 
-STORED = {"priority": 3, "codec": "raw", "timeout_ms": 1000, "max_retries": 1, "result_ttl_ms": 5000}
-ASKED = {"priority": 7, "codec": "json", "max_stalls": 4, "max_timeouts": 5, "dedup_ttl_ms": 6000}
-STORED_WORK, ASKED_WORK = Work(b"stored", **STORED), Work(b"asked", **ASKED)  # type: ignore[arg-type]
+STORED: Any = {"priority": 3, "codec": "raw", "timeout_ms": 1000, "max_retries": 1, "result_ttl_ms": 5000}
+ASKED: Any = {"priority": 7, "codec": "json", "max_stalls": 4, "max_timeouts": 5, "dedup_ttl_ms": 6000}
+STORED_WORK, ASKED_WORK = Work(b"stored", **STORED), Work(b"asked", **ASKED)
 
 
 def rules_of(update: Update) -> str:

@@ -327,7 +327,7 @@ class Producer:
                     option["run_at"] = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=due_us)
             if queue == "single":
                 option["id"] = f"s:{rng.randrange(KEYS)}"
-                run_at = rng.choice([True, True, "if_later", "if_earlier", False])
+                run_at: Any = rng.choice([True, True, "if_later", "if_earlier", False])
                 option["on_conflict"] = Update(payload=rng.random() < 0.8, run_at=run_at)
                 due_us = due_us if run_at in (True, "if_later") else 0
             else:
@@ -398,8 +398,8 @@ def read(scene: Scene, history: History) -> None:
 
 
 async def read_storage(app: Holdfast[Any], history: History) -> None:
-    for queue in (await app.stats()).queues:
-        history.totals[queue.queue] = Counter(queue.totals)
+    for stats in (await app.stats()).queues:
+        history.totals[stats.queue] = Counter(stats.totals)
     for queue in QUEUES:
         ids = sorted({asked.id for asked in history.asked if asked.queue == queue})
         for start in range(0, len(ids), 100):
