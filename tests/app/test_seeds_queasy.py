@@ -375,6 +375,7 @@ async def test_a_job_that_comes_while_a_worker_starts_is_not_overheard(make_app:
     assert sorted(seconds)[-2] < 0.5, seconds  # One of them may have met a busy machine.
 
 
+@pytest.mark.suite("usual")
 async def test_an_idle_worker_of_many_queues_hardly_asks_and_writes_nothing() -> None:
     """What the server has to do for workers without work does not grow with the number of their queues."""
     with servers.Server("valkey") as server:

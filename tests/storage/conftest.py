@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
+from tests import suites
 from tests.storage.harness import HARNESSES, Harness
 from tests.storage.stage import Stage
+
+SUITES = {"valkey": "usual", "redis": "slow"}
+"""Memory and SQLite are in the fast suite. Redis runs the same functions as Valkey, in a second server."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -20,7 +24,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         harnesses = [_load(name) for name in wanted] or HARNESSES
         only: tuple[str, ...] | None = getattr(metafunc.module, "STORAGES", None)
         harnesses = [harness for harness in harnesses if only is None or harness.name in only]
-        metafunc.parametrize("harness", harnesses, ids=lambda harness: harness.name)
+        cases = suites.storage_cases(metafunc.config, harnesses, lambda harness: SUITES.get(harness.name, "fast"))
+        metafunc.parametrize("harness", cases)
 
 
 def _load(name: str) -> Harness:

@@ -29,6 +29,8 @@ from tests import servers
 from tests.redis.test_sentinel import SERVICE, Watched
 from tests.storage.stage import Stage, fence, heard
 
+pytestmark = pytest.mark.suite("usual")
+
 ROUNDS = 300
 """How often each of two threads enqueues, claims and settles."""
 

@@ -28,6 +28,8 @@ from holdfast.storage.local.sqlite import connection, notify
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
 from tests.storage.stage import fence
 
+pytestmark = pytest.mark.suite("usual")
+
 HELPER = Path(__file__).with_name("process_helper.py")
 STORM_S = 5.0
 SEED = 20_240_601
