@@ -1,7 +1,7 @@
 """Every test that takes an `app` runs once per storage, on real time, and ends with a clean audit of all its queues.
 
-A test marked with `storages` is only for those. `make_app()` gives another app at the same place, as another program
-has it.
+A test marked with `storages` runs only on those: one that does not depend on the storage runs on memory alone.
+`make_app()` gives another app at the same place, as another program has it.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from holdfast import (
 from holdfast._worker.handler import Proceed
 from tests.app.conftest import until
 
+pytestmark = pytest.mark.storages("memory")  # a test that depends on the storage names all of them
+
 App = Holdfast[Any]
 MakeApp = Callable[..., App]
 
@@ -246,6 +248,7 @@ async def test_after_execution_is_told_of_the_end_of_a_job(app: App) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app: App, kind: str) -> None:
     changed: list[Any] = []
     if kind == "async":
@@ -275,6 +278,7 @@ async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app
     assert changed == [{"changed": 1}]
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_caller_gets_the_result_that_after_execution_made(app: App) -> None:
     @app.after_execution
     def change(execution: Execution) -> None:

@@ -34,6 +34,8 @@ from holdfast import (
 from tests import servers
 from tests.app.conftest import Place
 
+pytestmark = pytest.mark.storages("memory")  # a test that depends on the storage names all of them
+
 AppMaker = Callable[..., Holdfast[Any]]
 
 
@@ -303,6 +305,7 @@ async def test_an_argument_that_cannot_be_sent_is_named(app: Holdfast[Any]) -> N
     assert (await app.stats()).queues == []
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_that_is_too_large_is_refused_with_its_size(make_app: AppMaker) -> None:
     app = make_app(max_payload=100)
 
@@ -317,6 +320,7 @@ async def test_a_payload_that_is_too_large_is_refused_with_its_size(make_app: Ap
         assert (await task.enqueue("fits")).placed == "new"
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_is_at_most_a_mebibyte_unless_told_otherwise(app: Holdfast[Any]) -> None:
     await app.queue("q").enqueue(b"x" * 1_048_576)
     with pytest.raises(PayloadRejected, match="has 1048577 bytes, at most 1048576"):
@@ -338,6 +342,7 @@ def test_an_id_function_that_gives_no_text_is_refused(idle: Holdfast[Any]) -> No
 # Where the app is open
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_that_is_not_open_says_how_to_open_it(make_app: AppMaker) -> None:
     app = make_app()
 
@@ -363,6 +368,7 @@ async def test_an_app_that_is_not_open_says_how_to_open_it(make_app: AppMaker) -
             await use()
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_that_was_closed_says_so_and_may_be_opened_again(make_app: AppMaker) -> None:
     app = make_app()
     async with app:
@@ -377,6 +383,7 @@ async def test_an_app_that_was_closed_says_so_and_may_be_opened_again(make_app: 
         assert await handle.result() == "done"
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 def test_an_app_may_be_opened_on_one_loop_after_another(make_app: AppMaker) -> None:
     app = make_app()
 
@@ -389,6 +396,7 @@ def test_an_app_may_be_opened_on_one_loop_after_another(make_app: AppMaker) -> N
     assert ready == [1, 2, 3]
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_is_used_on_the_loop_that_opened_it(app: Holdfast[Any]) -> None:
     told: list[BaseException] = []
 
@@ -421,6 +429,7 @@ def test_an_app_outside_of_any_loop_points_to_the_blocking_verbs(idle: Holdfast[
         _ = idle.storage
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_may_be_entered_more_than_once(make_app: AppMaker) -> None:
     app = make_app()
     async with app:
@@ -458,6 +467,7 @@ loop.close()
 """
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 def test_an_open_app_is_of_no_use_in_a_forked_child(place: Place) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, place.url, place.namespace]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -720,6 +730,7 @@ def test_a_retry_has_one_time() -> None:
         Retry(delay=1, at=datetime.now(UTC))
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_of_the_wrong_type_fails_at_once_and_says_what_does_not_fit(app: Holdfast[Any]) -> None:
     @app.task(name="t")
     async def task(n: int) -> None: ...

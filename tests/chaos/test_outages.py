@@ -32,6 +32,8 @@ from tests.worker.conftest import Scene, WorkerProcess, scene, until
 
 __all__ = ["scene"]
 
+pytestmark = pytest.mark.suite("slow")
+
 LEASE_S = 1.0
 """After an outage a living holder has half of it to be heard of again, on a busy machine too."""
 NOISE_S = 4.0
