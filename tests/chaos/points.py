@@ -35,6 +35,7 @@ OFF_PATH = {
     "_client.explain": "looks at a job, changes nothing",
     "storage.redis.audit": "an operator's look, apart from any job's way",
     "_client.sync": "runs the same coroutines on a loop in the background",
+    "storage.conformance": "tests of storages",
     "testing": "runs on memory, in tests of users",
 }
 """Modules, or folders of them, whose awaits no job depends on."""

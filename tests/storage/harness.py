@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from holdfast._core.clock import ManualClock
 from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
+from holdfast.storage.conformance import StorageHarness
 from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change
 from holdfast.storage.redis import RedisStorage
@@ -20,14 +21,10 @@ from tests.storage import keyspace
 from tests.storage.behind import RedisSaboteur
 
 
-class Harness(Protocol):
+class Harness(StorageHarness, Protocol):
     """Makes storages for tests, on the test's clock."""
 
     name: str
-
-    def open(self, clock: ManualClock, folder: Path) -> Storage:
-        """A storage that is empty, or that has what an earlier one on the same folder left."""
-        ...
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
         """Set the extension of a record, which no verb does yet. Does nothing if there is no record."""
