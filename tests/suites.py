@@ -60,7 +60,7 @@ def storage_cases(config: pytest.Config, storages: Iterable[Any], suite: Callabl
 
 
 def budgets(suite: str) -> dict[str, float]:
-    """Minutes of one core that each folder may take in a run of this suite."""
+    """Minutes that the tests of each folder may take, one after the other, in a run of this suite."""
     minutes: dict[str, dict[str, float]] = tomllib.loads(MINUTES.read_text())
     if suite != "all":
         return minutes[suite]
@@ -71,7 +71,7 @@ def over_budget(suite: str, seconds: Mapping[str, float]) -> list[str]:
     """A line for each folder that took longer than its minutes."""
     allowed = budgets(suite)
     return [
-        f"tests/{folder} took {taken / 60:.1f} minutes of one core, not {allowed.get(folder, 0):.1f}"
+        f"tests/{folder} took {taken / 60:.1f} minutes, not {allowed.get(folder, 0):.1f}"
         for folder, taken in seconds.items()
         if taken / 60 > allowed.get(folder, 0)
     ]

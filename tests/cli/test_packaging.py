@@ -39,6 +39,8 @@ async def main() -> None:
 
 asyncio.run(main())
 """
+pytestmark = pytest.mark.suite("slow")
+
 NEEDED = {
     "holdfast/storage/redis/lua/keyspace.lua",
     "holdfast/storage/local/sqlite/schema.sql",
