@@ -57,7 +57,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest files first: a file runs in one of two processes, and the other should not wait for it."""
+    """Start the longest files first: a file runs in one process, and the others should not wait for it."""
     left_out = [item for item in items if not suites.is_wanted(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
