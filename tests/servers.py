@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import hiredis
 
@@ -139,7 +139,7 @@ class Server:
         self._paused = False
         os.kill(self.pid, signal.SIGCONT)
 
-    def command(self, *args: str | bytes | float, timeout: float = 10) -> object:
+    def command(self, *args: str | bytes | float, timeout: float = 10) -> Any:
         """What the server answers to one command, on a connection of its own; strings are bytes, errors are raised."""
         parts = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
         request = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -127,7 +128,7 @@ def pull_options() -> str:
     return option_table(["option", "default", "value", ""], rows)
 
 
-def option_table(head: list[str], rows: list[tuple[str, ...]]) -> str:
+def option_table(head: list[str], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [" | ".join([f"`{name}`", *cells]) for name, *cells in rows]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {line} |" for line in lines)])
 
@@ -152,8 +153,11 @@ def value_of(option: Option) -> str:
         return f"{least} to {most:,}" if most < MAX_COUNT else f"number, from {least}" if least else "number"
     if get_origin(option.type) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(option.type))
-    special = {IdTemplate: "template or function", OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`'}
-    named = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}
+    special: dict[Any, str] = {
+        IdTemplate: "template or function",
+        OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`',
+    }
+    named: dict[Any, str] = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}
     return {**special, **named}[option.type]
 
 

@@ -150,7 +150,8 @@ def pytest_configure(config: Any) -> None:
     from tests import servers
 
     into = Path(os.environ["HOLDFAST_LUA_COVER"])
-    calls.SOURCES = counting(script.SOURCES, {"clock": script.CLOCK, "fast": script.FAST})
+    counted = counting(script.SOURCES, {"clock": script.CLOCK, "fast": script.FAST})
+    calls.SOURCES = counted  # type: ignore[attr-defined]
     stop = servers.Server.kill
 
     def gather_and_kill(self: servers.Server) -> None:

@@ -1,7 +1,7 @@
 """Every test that takes an `app` runs once per storage, on real time, and ends with a clean audit of all its queues.
 
-A test marked with `storages` is only for those. `make_app()` gives another app at the same place, as another program
-has it.
+A test marked with `storages` runs only on those: one that does not depend on the storage runs on memory alone.
+`make_app()` gives another app at the same place, as another program has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast
-from tests import servers
+from tests import servers, suites
 from tests.storage import keyspace
 
 STORAGES = ["memory", "sqlite", "valkey"]
@@ -55,7 +55,8 @@ def give_places(metafunc: pytest.Metafunc, storages: list[str]) -> None:
         marker = metafunc.definition.get_closest_marker("storages")
         only: tuple[str, ...] = marker.args if marker else tuple(storages)
         names = [name for name in storages if name in wanted and name in only]
-        metafunc.parametrize("place", names, indirect=True)
+        cases = suites.storage_cases(metafunc.config, names, lambda name: "fast" if name == "memory" else "usual")
+        metafunc.parametrize("place", cases, indirect=True)
 
 
 @pytest.fixture

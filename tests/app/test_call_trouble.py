@@ -23,7 +23,7 @@ from tests.proxy import Proxy
 
 AppMaker = Callable[..., Holdfast[Any]]
 
-pytestmark = pytest.mark.storages("sqlite", "valkey")
+pytestmark = [pytest.mark.storages("sqlite", "valkey"), pytest.mark.suite("usual")]
 
 SLACK_S = 3.0
 """How much later than asked a wait may end here: a second for its last look, and the rest for a busy machine."""

@@ -840,5 +840,5 @@ async def test_a_batch_says_which_request_was_a_duplicate_only_if_asked(app: Hol
 
 async def test_a_batch_takes_only_what_bind_gives(app: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match=r"task\.bind"):
-        await app.enqueue_many([{"not": "bound"}])  # type: ignore[list-item]
+        await app.enqueue_many([{"not": "bound"}])  # type: ignore[arg-type]
     assert (await app.stats()).queues == []

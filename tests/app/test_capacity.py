@@ -34,6 +34,7 @@ class Gauge:
             self.ended += 1
 
 
+@pytest.mark.storages("memory")
 async def test_a_tasks_concurrency_is_a_cap_that_is_used(app: App) -> None:
     gauge = Gauge()
 
@@ -47,6 +48,7 @@ async def test_a_tasks_concurrency_is_a_cap_that_is_used(app: App) -> None:
     assert gauge.most == 3
 
 
+@pytest.mark.storages("memory")
 async def test_a_cap_holds_for_sync_runs(app: App) -> None:
     lock = threading.Lock()
     running: list[int] = [0, 0, 0]
@@ -67,6 +69,7 @@ async def test_a_cap_holds_for_sync_runs(app: App) -> None:
     assert running[1] == 2
 
 
+@pytest.mark.storages("memory")
 async def test_a_workers_concurrency_limits_all_its_queues_together(app: App) -> None:
     gauge = Gauge()
 
@@ -84,6 +87,7 @@ async def test_a_workers_concurrency_limits_all_its_queues_together(app: App) ->
     assert gauge.most == 4
 
 
+@pytest.mark.storages("memory")
 async def test_runs_take_as_much_of_the_worker_as_their_size_says(app: App) -> None:
     gauge = Gauge()
 
@@ -97,6 +101,7 @@ async def test_runs_take_as_much_of_the_worker_as_their_size_says(app: App) -> N
     assert gauge.most == 3
 
 
+@pytest.mark.storages("memory")
 async def test_a_run_larger_than_the_worker_runs_alone(app: App) -> None:
     gauge = Gauge()
 
@@ -253,6 +258,7 @@ async def test_a_place_that_is_freed_is_given_away_at_once(app: App) -> None:
     assert time.monotonic() - begin < 10  # At one look a second it would be half a minute.
 
 
+@pytest.mark.storages("memory")
 async def test_a_worker_serves_the_queues_that_match(app: App) -> None:
     ran: list[str] = []
 
@@ -289,6 +295,7 @@ async def test_the_queues_of_a_worker_may_come_from_a_generator(app: App) -> Non
     assert app.worker(name for name in ("reports.*", "mail.send")).queues == ["reports.daily", "mail.send"]
 
 
+@pytest.mark.storages("memory")
 async def test_a_pattern_that_matches_nothing_is_refused(app: App) -> None:
     @app.task(name="reports.daily")
     async def report() -> None: ...

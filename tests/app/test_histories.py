@@ -70,10 +70,21 @@ DOES = {
 """What a handler is asked to do."""
 
 
-def seeds() -> list[int]:
-    asked = os.environ.get("HOLDFAST_HISTORIES", "2")
+USUAL_SEEDS = 1
+SLOW_SEEDS = 6
+"""Seeds on each storage with `./dev test --all`, which leaves out the usual ones."""
+
+
+def seeds() -> list[Any]:
+    asked = os.environ.get("HOLDFAST_HISTORIES", "")
+    if not asked:
+        suites = ["usual"] * USUAL_SEEDS + ["slow"] * (SLOW_SEEDS - USUAL_SEEDS)
+        return [
+            pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.suite(suite)) for seed, suite in enumerate(suites)
+        ]
     first, dash, last = asked.partition("-")
-    return list(range(int(first), int(last) + 1)) if dash else list(range(int(first)))
+    chosen = range(int(first), int(last) + 1) if dash else range(int(first))
+    return [pytest.param(seed, id=f"seed{seed}") for seed in chosen]
 
 
 # What is written down. `at` is monotonic, `wall_us` is the time by which a run_at is meant.
@@ -719,7 +730,7 @@ def _judge_cancels(history: History, by_id: dict[tuple[str, str], list[Ran]], te
                 tell("it ran although it had been cancelled", cancel.queue, cancel.id)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, id=f"seed{seed}") for seed in seeds()])
+@pytest.mark.parametrize("seed", seeds())
 async def test_every_history_keeps_every_promise(
     app: Holdfast[Any], make_app: Callable[..., Holdfast[Any]], seed: int
 ) -> None:

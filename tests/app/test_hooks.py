@@ -28,6 +28,8 @@ from holdfast import (
 from holdfast._worker.handler import Proceed
 from tests.app.conftest import until
 
+pytestmark = pytest.mark.storages("memory")  # a test that depends on the storage names all of them
+
 App = Holdfast[Any]
 MakeApp = Callable[..., App]
 
@@ -55,7 +57,8 @@ async def test_resources_are_made_once_per_worker_and_left_after_its_runs(make_a
 
         @app.task(name="s")
         def sync_use() -> str:
-            return str(current_job().resources["pool"])
+            resources: Any = current_job().resources
+            return str(resources["pool"])
 
         async with app.worker():
             handles = [await use.using(id=f"j{n}").enqueue(n) for n in range(3)]
@@ -245,6 +248,7 @@ async def test_after_execution_is_told_of_the_end_of_a_job(app: App) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app: App, kind: str) -> None:
     changed: list[Any] = []
     if kind == "async":
@@ -274,6 +278,7 @@ async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app
     assert changed == [{"changed": 1}]
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_caller_gets_the_result_that_after_execution_made(app: App) -> None:
     @app.after_execution
     def change(execution: Execution) -> None:

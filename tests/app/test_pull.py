@@ -50,7 +50,8 @@ async def test_a_lease_tells_what_it_is_for(app: Holdfast[Any]) -> None:
 
 async def test_a_lease_may_be_short_or_long(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
-    for n, seconds in enumerate((0.1, 86_400, timedelta(minutes=1))):
+    lengths: list[float | timedelta] = [0.1, 86_400, timedelta(minutes=1)]
+    for n, seconds in enumerate(lengths):
         await queue.enqueue(n)
         assert await queue.lease(seconds=seconds) is not None
     for seconds in (0, 0.09, 86_401, -1):

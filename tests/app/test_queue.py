@@ -736,7 +736,7 @@ async def test_a_queue_tells_what_happens_in_it(app: Holdfast[Any]) -> None:
 async def test_events_can_be_left_at_any_time(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     events = queue.events()
-    asking = asyncio.create_task(anext(events))  # type: ignore[arg-type]
+    asking = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0.2)
     await queue.enqueue(1, id="a")
     assert (await asyncio.wait_for(asking, 10)).id == "a"

@@ -65,6 +65,7 @@ async def test_a_job_that_waits_for_its_retry_says_why(app: App) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
+@pytest.mark.storages("memory")
 async def test_a_limit_of_n_allows_n_retries(app: App, limit: int) -> None:
     runs: list[int] = []
 
@@ -81,6 +82,7 @@ async def test_a_limit_of_n_allows_n_retries(app: App, limit: int) -> None:
 
 
 @pytest.mark.parametrize(("tasks", "own"), [(5, 1), (0, 2)], ids=["lower", "higher"])
+@pytest.mark.storages("memory")
 async def test_a_jobs_own_limit_goes_before_the_tasks(app: App, tasks: int, own: int) -> None:
     runs: list[int] = []
 
@@ -133,6 +135,7 @@ async def test_retry_says_itself_when_to_run_again(app: App) -> None:
     assert times[2] - times[0] < 10
 
 
+@pytest.mark.storages("memory")
 async def test_retry_counts_and_ends_at_the_limit(app: App) -> None:
     @app.task(name="t", max_retries=2)
     async def asks() -> None:
@@ -144,6 +147,7 @@ async def test_retry_counts_and_ends_at_the_limit(app: App) -> None:
     assert raised.value.attempts == 3
 
 
+@pytest.mark.storages("memory")
 async def test_a_retry_without_a_time_takes_the_backoff(app: App) -> None:
     @app.task(name="t", min_backoff=0.01)
     async def asks() -> int:
@@ -155,6 +159,7 @@ async def test_a_retry_without_a_time_takes_the_backoff(app: App) -> None:
         assert await asks.using(wait=10).call() == 1
 
 
+@pytest.mark.storages("memory")
 async def test_a_retry_at_a_time_without_a_timezone_takes_the_backoff(app: App) -> None:
     @app.task(name="t", min_backoff=0.01)
     async def asks() -> int:
@@ -172,6 +177,7 @@ async def test_retry_takes_one_time_only() -> None:
 
 
 @pytest.mark.parametrize("error", [PermanentError("never"), Odd("never", kind="permanent")], ids=["class", "attribute"])
+@pytest.mark.storages("memory")
 async def test_a_permanent_error_fails_the_job_at_once(app: App, error: Exception) -> None:
     runs: list[int] = []
 
@@ -204,6 +210,7 @@ async def test_an_errors_retry_at_is_honoured(app: App, form: str) -> None:
     assert 0.29 <= times[1] - times[0] < 10
 
 
+@pytest.mark.storages("memory")
 async def test_an_error_of_a_kind_of_its_own_is_retried(app: App) -> None:
     @app.task(name="t", min_backoff=0)
     async def odd() -> int:
@@ -276,6 +283,7 @@ async def test_an_async_run_that_takes_too_long_is_cancelled_and_counted(app: Ap
     assert (job.retries, job.timeouts) == (0, 2)
 
 
+@pytest.mark.storages("memory")
 async def test_timeouts_and_retries_have_limits_of_their_own(app: App) -> None:
     attempts: list[tuple[int, int]] = []
 
@@ -294,6 +302,7 @@ async def test_timeouts_and_retries_have_limits_of_their_own(app: App) -> None:
     assert attempts == [(0, 0), (0, 1), (1, 1)]
 
 
+@pytest.mark.storages("memory")
 async def test_a_jobs_own_timeout_and_limit_go_before_the_tasks(app: App) -> None:
     @app.task(name="t", timeout=60, min_backoff=0, max_timeouts=50)
     async def slow() -> None:
@@ -305,6 +314,7 @@ async def test_a_jobs_own_timeout_and_limit_go_before_the_tasks(app: App) -> Non
     assert (raised.value.kind, raised.value.attempts) == ("timeout", 1)
 
 
+@pytest.mark.storages("memory")
 async def test_a_late_success_within_the_grace_counts(app: App) -> None:
     @app.task(name="a", timeout=0.05, cancel_grace=10)
     async def late() -> str:
@@ -325,6 +335,7 @@ async def test_a_late_success_within_the_grace_counts(app: App) -> None:
         assert await sync_late.using(wait=10).call() == "late: timeout"
 
 
+@pytest.mark.storages("memory")
 async def test_an_error_after_the_timeout_counts_as_a_timeout(app: App) -> None:
     @app.task(name="t", timeout=0.05, max_timeouts=0)
     async def slow() -> None:
@@ -339,6 +350,7 @@ async def test_an_error_after_the_timeout_counts_as_a_timeout(app: App) -> None:
     assert (raised.value.kind, raised.value.error.type) == ("timeout", "ValueError")
 
 
+@pytest.mark.storages("memory")
 async def test_a_plain_function_that_gave_a_coroutine_is_cancelled_at_its_timeout(app: App) -> None:
     cancelled: list[str | None] = []
 
@@ -361,6 +373,7 @@ async def test_a_plain_function_that_gave_a_coroutine_is_cancelled_at_its_timeou
         await until(lambda: cancelled == ["timeout"], 2)
 
 
+@pytest.mark.storages("memory")
 async def test_a_handlers_own_timeout_error_is_a_retry_like_any_other(app: App) -> None:
     @app.task(name="t", min_backoff=0)
     async def own() -> list[int]:

@@ -48,6 +48,7 @@ class Sulking(Exception):
         raise RuntimeError("no message today")
 
 
+@pytest.mark.storages("memory")
 async def test_an_async_handler_runs_on_the_workers_loop(app: App) -> None:
     @app.task(name="t")
     async def where() -> bool:
@@ -58,6 +59,7 @@ async def test_an_async_handler_runs_on_the_workers_loop(app: App) -> None:
         assert await where.using(wait=10).call() is True
 
 
+@pytest.mark.storages("memory")
 async def test_sync_handlers_run_on_threads_at_the_same_time(app: App) -> None:
     both = threading.Barrier(2)
 
@@ -72,6 +74,7 @@ async def test_sync_handlers_run_on_threads_at_the_same_time(app: App) -> None:
     assert threading.current_thread().name not in names
 
 
+@pytest.mark.storages("memory")
 async def test_current_job_is_known_to_async_handlers_and_what_they_call(app: App) -> None:
     def deep() -> str:
         return current_job().id
@@ -88,6 +91,7 @@ async def test_current_job_is_known_to_async_handlers_and_what_they_call(app: Ap
         assert await seen.using(id="j", wait=10).call() == ["j", "j", "j"]
 
 
+@pytest.mark.storages("memory")
 async def test_current_job_is_known_to_sync_handlers_and_what_they_call(app: App) -> None:
     def deep() -> str:
         return current_job().id
@@ -100,6 +104,7 @@ async def test_current_job_is_known_to_sync_handlers_and_what_they_call(app: App
         assert await seen.using(id="j", wait=10).call() == ["j", "j"]
 
 
+@pytest.mark.storages("memory")
 async def test_neighbours_do_not_see_each_others_job(app: App) -> None:
     @app.task(name="a")
     async def mine(number: int) -> str:
@@ -137,6 +142,7 @@ async def test_a_handler_knows_its_queue_worker_attempt_and_a_fence_that_rises(a
     assert second[4] > first[4] > 0
 
 
+@pytest.mark.storages("memory")
 async def test_arguments_arrive_as_their_annotations_say(app: App) -> None:
     @app.task(name="t")
     async def bill(order: Order, /, at: datetime, *, factor: float = 1.0) -> Order:
@@ -149,6 +155,7 @@ async def test_arguments_arrive_as_their_annotations_say(app: App) -> None:
     assert report == Order("ada", [2, 4])
 
 
+@pytest.mark.storages("memory")
 async def test_a_lone_positional_only_parameter_gets_the_payload_untouched(app: App) -> None:
     got: list[bytes] = []
 
@@ -162,6 +169,7 @@ async def test_a_lone_positional_only_parameter_gets_the_payload_untouched(app: 
     assert got == [b"\x00\xff{not json", b"from afar"]
 
 
+@pytest.mark.storages("memory")
 async def test_a_lone_positional_only_parameter_of_a_type_gets_the_whole_payload_as_that(app: App) -> None:
     @app.task(name="t")
     def total(order: Order, /) -> int:
@@ -173,6 +181,7 @@ async def test_a_lone_positional_only_parameter_of_a_type_gets_the_whole_payload
         assert await by_name.result(wait=10) == 4
 
 
+@pytest.mark.storages("memory")
 async def test_star_arguments_arrive(app: App) -> None:
     @app.task(name="a")
     async def many(first: int, *rest: int, last: int = 0, **custom_id: int) -> list[Any]:
@@ -188,6 +197,7 @@ async def test_star_arguments_arrive(app: App) -> None:
         assert await sync_many.using(wait=10).call(1, 2, y=3) == [[1, 2], {"y": 3}]
 
 
+@pytest.mark.storages("memory")
 async def test_defaults_are_those_of_the_workers_code(app: App, make_app: MakeApp) -> None:
     @app.task(name="t")
     async def greet(name: str, greeting: str = "new default") -> str:
@@ -203,6 +213,7 @@ async def test_defaults_are_those_of_the_workers_code(app: App, make_app: MakeAp
         assert await old_greet.using(wait=10).call("ada", "old default") == "old default ada"
 
 
+@pytest.mark.storages("memory")
 async def test_a_plain_function_that_gives_a_coroutine_is_awaited(app: App) -> None:
     async def inner(number: int) -> int:
         await asyncio.sleep(0)
@@ -314,6 +325,7 @@ async def test_an_error_is_stored_as_data(app: App) -> None:
 
 @pytest.mark.parametrize("middleware", [False, True], ids=["bare", "in middleware"])
 @pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.storages("memory")
 async def test_a_traceback_has_the_handlers_frames_and_none_of_ours(app: App, kind: str, middleware: bool) -> None:
     def culprit() -> None:
         raise ValueError("here")
@@ -401,6 +413,7 @@ async def test_a_worker_survives_errors_for_which_there_is_no_room_at_all(place:
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+@pytest.mark.storages("memory")
 async def test_no_error_of_a_handler_ends_its_worker(app: App, kind: str, error: BaseException) -> None:
     def misbehave() -> int:
         if current_job().attempt == 1:
@@ -556,6 +569,7 @@ async def test_progress_of_a_sync_handler_is_seen(app: App) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), "\ud800"], ids=["object", "surrogate"])
+@pytest.mark.storages("memory")
 async def test_progress_that_cannot_be_sent_is_the_handlers_error(app: App, value: object) -> None:
     @app.task(name="t")
     async def tells() -> str:

@@ -604,11 +604,11 @@ async def test_a_handler_that_returns_nothing_has_completed(app: App) -> None:
         runs.append(n)
 
     async with app.worker():
-        assert await void.call(1) is None  # type: ignore[func-returns-value]
-        assert await void.using(id="v").call(2) is None  # type: ignore[func-returns-value]
+        assert await void.call(1) is None
+        assert await void.using(id="v").call(2) is None
         again = await void.using(id="v").enqueue(3)
         assert again.placed is Placed.COMPLETED
-        assert await again.result() is None  # type: ignore[func-returns-value]
+        assert await again.result() is None
     assert runs == [1, 2]
 
 

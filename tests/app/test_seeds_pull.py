@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -56,8 +56,7 @@ class Unreliable:
         if self.rng.randrange(31) == 0:
             self.dropped += 1
             return
-        replies = await asyncio.gather(lease.complete(), lease.complete())
-        replies.append(await lease.complete())
+        replies = [*await asyncio.gather(lease.complete(), lease.complete()), await lease.complete()]
         assert replies.count(True) <= 1
         if True in replies:
             self.completed.append((lease.queue, lease.payload))
@@ -168,7 +167,7 @@ async def test_one_producer_of_fresh_ids_is_never_refused_and_two_of_the_same_id
 ) -> None:
     queue = app.queue("added")
 
-    async def produce(other: App, ids: range | reversed[int]) -> Counter[Placed | None]:
+    async def produce(other: App, ids: Iterable[int]) -> Counter[Placed | None]:
         placed: Counter[Placed | None] = Counter()
         for n in ids:
             placed[(await other.queue("added").enqueue(n, id=str(n))).placed] += 1

@@ -375,6 +375,7 @@ async def test_a_job_that_comes_while_a_worker_starts_is_not_overheard(make_app:
     assert sorted(seconds)[-2] < 0.5, seconds  # One of them may have met a busy machine.
 
 
+@pytest.mark.suite("usual")
 async def test_an_idle_worker_of_many_queues_hardly_asks_and_writes_nothing() -> None:
     """What the server has to do for workers without work does not grow with the number of their queues."""
     with servers.Server("valkey") as server:
@@ -383,7 +384,7 @@ async def test_an_idle_worker_of_many_queues_hardly_asks_and_writes_nothing() ->
             many.task(name=f"queue{n}")(nothing)
 
         def calls(*commands: str) -> int:
-            lines = server.command("INFO", "commandstats").decode().splitlines()  # type: ignore[union-attr]
+            lines = server.command("INFO", "commandstats").decode().splitlines()
             told = dict(line.split(":calls=", 1) for line in lines if ":calls=" in line)
             return sum(int(told.get(f"cmdstat_{name}", "0").split(",")[0]) for name in commands)
 

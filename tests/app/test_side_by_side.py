@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
@@ -117,7 +117,7 @@ class Faulty:
 
 def faulty_app(place: Place, faults: Faults, **options: Any) -> App:
     inner = connect(place.url, namespace=place.namespace, **options)
-    return Holdfast(storage=Faulty(inner, faults))
+    return Holdfast(storage=cast(Storage, Faulty(inner, faults)))
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from tests.servers import Server
 
 App = Holdfast[Any]
 
+pytestmark = pytest.mark.suite("usual")
+
 LEASE_S = 0.5
 
 

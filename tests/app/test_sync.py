@@ -113,7 +113,7 @@ def serving(place: Place) -> Iterator[Holdfast[Any]]:
     """An app whose worker is on a loop in another thread. The app itself is used by blocking calls only."""
     app = place.app()
     ready = threading.Event()
-    stop: list[Callable[[], None]] = []
+    stop: list[Callable[[], object]] = []
 
     @app.task(name="add")
     async def add(a: int, b: int = 1) -> int:

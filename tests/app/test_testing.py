@@ -477,12 +477,14 @@ def project(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]
     return run
 
 
+@pytest.mark.suite("usual")
 def test_the_fixture_comes_with_the_package(project: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     done = project(TESTS)
     assert "3 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
 
 
+@pytest.mark.suite("usual")
 def test_a_failing_test_still_puts_the_app_back(project: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     done = project("""
         import shop
@@ -498,6 +500,7 @@ def test_a_failing_test_still_puts_the_app_back(project: Callable[[str], subproc
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.suite("usual")
 def test_who_only_runs_jobs_need_not_have_pytest() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules['pytest'] = None; import holdfast, holdfast.testing"],

@@ -33,7 +33,7 @@ from tests.app.conftest import Place, until
 
 AppMaker = Callable[..., Holdfast[Any]]
 
-pytestmark = pytest.mark.storages("sqlite", "valkey")
+pytestmark = [pytest.mark.storages("sqlite", "valkey"), pytest.mark.suite("usual")]
 
 
 class Caller(Protocol):

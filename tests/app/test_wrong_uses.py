@@ -34,6 +34,8 @@ from holdfast import (
 from tests import servers
 from tests.app.conftest import Place
 
+pytestmark = pytest.mark.storages("memory")  # a test that depends on the storage names all of them
+
 AppMaker = Callable[..., Holdfast[Any]]
 
 
@@ -90,7 +92,7 @@ def test_an_id_template_that_cannot_be_read_is_refused(idle: Holdfast[Any]) -> N
 def test_a_task_is_not_unique_and_singleton_at_once(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match="t: unique and singleton are mutually exclusive"):
 
-        @idle.task(name="t", unique="a", singleton="b")  # type: ignore[misc]
+        @idle.task(name="t", unique="a", singleton="b")
         async def task() -> None: ...
 
 
@@ -126,7 +128,7 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
     async def task() -> None: ...
 
     with pytest.raises(OptionError, match="the fail handler of t must have one parameter, a Failure"):
-        task.on_failure(lambda: None)  # type: ignore[call-overload]
+        task.on_failure(lambda: None)  # type: ignore[type-var]
 
     @task.on_failure
     async def first(failure: Failure) -> None: ...
@@ -138,7 +140,7 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
 def test_a_task_is_a_function(idle: Holdfast[Any]) -> None:
     for wrong in (5, "name", int):
         with pytest.raises(OptionError, match="a task must be a function, not"):
-            idle.task(wrong)  # type: ignore[call-overload]
+            idle.task(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_an_option_of_a_task_that_is_out_of_range_is_refused(
     idle: Holdfast[Any], option: str, value: Any, says: str
 ) -> None:
     with pytest.raises(OptionError, match=says):
-        idle.task(name="t", **{option: value})(lambda: None)  # type: ignore[call-overload]
+        idle.task(name="t", **{option: value})(lambda: None)
 
 
 def test_a_largest_backoff_is_not_less_than_the_least(idle: Holdfast[Any]) -> None:
@@ -260,11 +262,11 @@ async def test_a_call_that_python_would_refuse_is_the_same_type_error(app: Holdf
     async def task(a: int, *, b: int = 1) -> None: ...
 
     with pytest.raises(TypeError, match="t: missing a required argument: 'a'"):
-        await task.enqueue()
+        await task.enqueue()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="t: too many positional arguments"):
         await task.enqueue(1, 2)
     with pytest.raises(TypeError, match="t: got an unexpected keyword argument 'c'"):
-        await task.call(1, c=2)
+        await task.call(1, c=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="t: multiple values for argument 'a'"):
         task.bind(1, a=2)
     assert (await app.stats()).queues == []
@@ -301,6 +303,7 @@ async def test_an_argument_that_cannot_be_sent_is_named(app: Holdfast[Any]) -> N
     assert (await app.stats()).queues == []
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_that_is_too_large_is_refused_with_its_size(make_app: AppMaker) -> None:
     app = make_app(max_payload=100)
 
@@ -315,6 +318,7 @@ async def test_a_payload_that_is_too_large_is_refused_with_its_size(make_app: Ap
         assert (await task.enqueue("fits")).placed == "new"
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_is_at_most_a_mebibyte_unless_told_otherwise(app: Holdfast[Any]) -> None:
     await app.queue("q").enqueue(b"x" * 1_048_576)
     with pytest.raises(PayloadRejected, match="has 1048577 bytes, at most 1048576"):
@@ -336,6 +340,7 @@ def test_an_id_function_that_gives_no_text_is_refused(idle: Holdfast[Any]) -> No
 # Where the app is open
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_that_is_not_open_says_how_to_open_it(make_app: AppMaker) -> None:
     app = make_app()
 
@@ -353,14 +358,15 @@ async def test_an_app_that_is_not_open_says_how_to_open_it(make_app: AppMaker) -
         lambda: queue.lease(wait=0),
         lambda: queue.get("a"),
         lambda: queue.stats(),
-        lambda: anext(queue.jobs()),  # type: ignore[arg-type]
-        lambda: anext(queue.events()),  # type: ignore[arg-type]
+        lambda: anext(queue.jobs()),
+        lambda: anext(queue.events()),
         lambda: queue.delete(),
     ):
         with pytest.raises(NotOpen, match="the app is not open: use it inside 'async with app:'"):
             await use()
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_that_was_closed_says_so_and_may_be_opened_again(make_app: AppMaker) -> None:
     app = make_app()
     async with app:
@@ -375,6 +381,7 @@ async def test_an_app_that_was_closed_says_so_and_may_be_opened_again(make_app: 
         assert await handle.result() == "done"
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 def test_an_app_may_be_opened_on_one_loop_after_another(make_app: AppMaker) -> None:
     app = make_app()
 
@@ -387,6 +394,7 @@ def test_an_app_may_be_opened_on_one_loop_after_another(make_app: AppMaker) -> N
     assert ready == [1, 2, 3]
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_is_used_on_the_loop_that_opened_it(app: Holdfast[Any]) -> None:
     told: list[BaseException] = []
 
@@ -419,6 +427,7 @@ def test_an_app_outside_of_any_loop_points_to_the_blocking_verbs(idle: Holdfast[
         _ = idle.storage
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_an_app_may_be_entered_more_than_once(make_app: AppMaker) -> None:
     app = make_app()
     async with app:
@@ -456,6 +465,7 @@ loop.close()
 """
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 def test_an_open_app_is_of_no_use_in_a_forked_child(place: Place) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, place.url, place.namespace]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -718,6 +728,7 @@ def test_a_retry_has_one_time() -> None:
         Retry(delay=1, at=datetime.now(UTC))
 
 
+@pytest.mark.storages("memory", "sqlite", "valkey")
 async def test_a_payload_of_the_wrong_type_fails_at_once_and_says_what_does_not_fit(app: Holdfast[Any]) -> None:
     @app.task(name="t")
     async def task(n: int) -> None: ...

@@ -42,9 +42,14 @@ def named_tests() -> set[tuple[str, str]]:
 
 
 def defined_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {function.name for function in functions if function.name.startswith("test_")}
+    """The tests of a file, with those that it imports from the conformance suite."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
+            found |= defined_in(ROOT / "src" / f"{node.module.replace('.', '/')}.py")
+    return found
 
 
 def test_the_table_has_every_item_once_and_in_order() -> None:

@@ -22,11 +22,14 @@ BUDGETS = {
     "_client": 2_050,
     "_worker": 3_510,
     "storage": 8_170,
+    "storage/conformance": 3_000,
     "cli": 2_000,
     "": 450,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
-WITHOUT_CLI = 16_880
+APART = ("cli", "storage/conformance")
+"""Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
+WITHOUT_CLI = 16_850
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""
@@ -42,6 +45,8 @@ def lines_of(path: Path) -> int:
 
 def package_of(path: Path) -> str:
     parts = path.relative_to(SOURCE).parts
+    if parts[:2] == ("storage", "conformance"):
+        return "storage/conformance"
     return parts[0] if len(parts) > 1 else ""
 
 
@@ -60,7 +65,7 @@ def test_every_package_has_a_budget() -> None:
 
 
 def test_package_without_cli_has_within_its_lines() -> None:
-    assert sum(lines_of(path) for path in CODE if package_of(path) != "cli") <= WITHOUT_CLI
+    assert sum(lines_of(path) for path in CODE if package_of(path) not in APART) <= WITHOUT_CLI
 
 
 def test_few_modules_lie_at_the_top() -> None:

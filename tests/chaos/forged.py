@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.chaos import history
-from tests.chaos.checker import Checker, Verdict
+from chaos import history
+from chaos.checker import Checker, Verdict
 
 PRODUCER, CALLER, DIRECTOR = 1, 2, 3
 WORKER, CHILD = 100, 101

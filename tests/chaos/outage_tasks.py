@@ -8,9 +8,9 @@ import os
 import time
 from pathlib import Path
 
+from chaos.clocks import clock_of_the_test
 from holdfast import current_job
 from holdfast._core.clock import SystemClock
-from tests.chaos.clocks import clock_of_the_test
 from tests.worker.scene import NOTES, make_app, note
 
 clock = clock_of_the_test()

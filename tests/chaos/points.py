@@ -35,6 +35,7 @@ OFF_PATH = {
     "cli.reasons": "looks at a job, changes nothing",
     "storage.redis.audit": "an operator's look, apart from any job's way",
     "_client.sync": "runs the same coroutines on a loop in the background",
+    "storage.conformance": "tests of storages",
     "testing": "runs on memory, in tests of users",
 }
 """Modules, or folders of them, whose awaits no job depends on."""
@@ -175,7 +176,7 @@ class Rewriter(ast.NodeTransformer):
         self._where.append(node.name)
         self.generic_visit(node)
         self._where.pop()
-        return node  # type: ignore[no-any-return]
+        return node
 
     visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _inside  # noqa: N815 -- ast's names.
 

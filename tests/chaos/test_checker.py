@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.chaos import history
-from tests.chaos.blame import AWAY
-from tests.chaos.checker import PROMISES
+from chaos import history
+from chaos.blame import AWAY
+from chaos.checker import PROMISES
+from chaos.setting import LEASE_S
 from tests.chaos.forged import (
     CALLER,
     CHILD,
@@ -35,7 +36,6 @@ from tests.chaos.forged import (
     us,
     wait_ends,
 )
-from tests.chaos.setting import LEASE_S
 
 
 def test_a_good_history_has_nothing_wrong_and_every_promise_is_checked() -> None:

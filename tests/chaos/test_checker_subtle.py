@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.chaos import history
-from tests.chaos.checker import Checker
-from tests.chaos.costs import Costs
+from chaos import history
+from chaos.checker import Checker
+from chaos.costs import Costs
 from tests.chaos.forged import (
     CALLER,
     CHILD,

@@ -266,6 +266,7 @@ def test_every_point_is_reached(rehearsal: Rehearsal) -> None:
     assert [name for name in missing if not any(fits(name, pattern) for pattern in UNREACHED)] == []
 
 
+@pytest.mark.suite("slow")
 @pytest.mark.timeout(3600 if ASKED == "all" else 300)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("storage", STORAGES)

@@ -21,16 +21,18 @@ from typing import Any, Protocol
 
 import pytest
 
+from chaos import clocks
+from chaos.clocks import SharedClock
 from holdfast import Holdfast, StorageUnavailable, WaitTimeout
 from holdfast._core.options import from_at
 from tests.app.conftest import Place
-from tests.chaos import clocks
-from tests.chaos.clocks import SharedClock
 from tests.servers import Server
 from tests.storage import keyspace
 from tests.worker.conftest import Scene, WorkerProcess, scene, until
 
 __all__ = ["scene"]
+
+pytestmark = pytest.mark.suite("slow")
 
 LEASE_S = 1.0
 """After an outage a living holder has half of it to be heard of again, on a busy machine too."""

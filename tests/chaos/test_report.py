@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.chaos import history, report
-from tests.chaos.checker import PROMISES
+from chaos import history, report
+from chaos.checker import PROMISES
+from chaos.setting import HISTORY
 from tests.chaos.forged import Tale, good
-from tests.chaos.setting import HISTORY
 
 # The report
 

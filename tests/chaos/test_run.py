@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.chaos.report import Report
+from chaos.report import Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(150)
 def test_a_short_run_breaks_no_promise_and_reports_what_it_did(tmp_path: Path) -> None:
     options = ("--storage", "valkey", "--seconds", "6", "--seed", "1", "--out", str(tmp_path))
-    done = subprocess.run([sys.executable, "-m", "tests.chaos", *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "chaos", *options], cwd=ROOT, capture_output=True, text=True)
     report = msgspec.json.decode((tmp_path / "valkey-1.json").read_bytes(), type=Report)
     assert report.wrong_counts == {}, done.stdout
     assert report.counts["jobs"] > 300
@@ -27,7 +27,7 @@ def test_a_short_run_breaks_no_promise_and_reports_what_it_did(tmp_path: Path) -
     assert done.returncode == (0 if verdict.startswith("GREEN") else 1)
     assert (tmp_path / "valkey-1.md").read_text().startswith("# Chaos")
     merged = subprocess.run(
-        [sys.executable, "-m", "tests.chaos", "merge", *[str(tmp_path / "valkey-1.json")] * 2, "--out", str(tmp_path)],
+        [sys.executable, "-m", "chaos", "merge", *[str(tmp_path / "valkey-1.json")] * 2, "--out", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -48,7 +48,7 @@ def test_a_short_run_breaks_no_promise_and_reports_what_it_did(tmp_path: Path) -
     ],
 )
 def test_a_mistake_in_the_command_line_is_told_without_a_traceback(options: tuple[str, ...], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.chaos", *options], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "chaos", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.chaos.wreck import HOST, KINDS, Gate, Kind, Passage, Wreck
+from chaos.wreck import HOST, KINDS, Gate, Kind, Passage, Wreck
 
 SOON_S = 5.0
 """Whatever is to come has come by then, however busy the machine is."""

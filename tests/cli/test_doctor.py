@@ -50,8 +50,8 @@ async def test_a_file_is_told_with_what_its_setting_keeps(tmp_path: Path) -> Non
     urls = [f"sqlite:///{tmp_path}/jobs.db{setting}" for setting in rows]
     async with Holdfast(urls[0]):
         pass
-    *told, said, missing = await asyncio.gather(
-        *(doctor(url, tmp_path) for url in urls),
+    told = await asyncio.gather(*(doctor(url, tmp_path) for url in urls))
+    said, missing = await asyncio.gather(
         run("doctor", cwd=tmp_path, HOLDFAST_URL=urls[0]),
         run("doctor", cwd=tmp_path, HOLDFAST_URL=f"sqlite:///{tmp_path}/missing.db"),
     )

@@ -71,12 +71,13 @@ async def test_a_payload_is_json_text_or_bytes_from_the_line_or_from_stdin(run: 
         assert await lease.complete()
         return lease.payload
 
-    for words, stdin, payload in [
+    inputs: list[tuple[list[str], str | bytes | None, object]] = [
         (["-"], '{"a": [1, "ż"]}\n', {"a": [1, "ż"]}),
         (["-", "--text"], "one\ntwo\n", "one\ntwo"),
         (["-", "--raw"], b"\x89PNG\r\n\x00\xff\n", b"\x89PNG\r\n\x00\xff\n"),
         (["--", "-5"], None, -5),
-    ]:
+    ]
+    for words, stdin, payload in inputs:
         told = run("enqueue", "emails", *words, stdin=stdin)
         assert told.status == 0, told
         assert await taken() == payload

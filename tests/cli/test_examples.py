@@ -70,7 +70,7 @@ class Folder:
             if process.poll() is None:
                 process.kill()
             process.wait(10)
-            sys.stdout.write(f"--- {process.args}: {process.returncode}\n{self.said(process)}")
+            sys.stdout.write(f"--- {process.args!r}: {process.returncode}\n{self.said(process)}")
 
     def _log(self, number: int) -> Path:
         return self.path.parent / f"{self.path.name}-{number}.log"

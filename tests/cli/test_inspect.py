@@ -408,7 +408,7 @@ async def test_the_line_goes_before_the_environment_and_that_before_the_project(
     settings = f'[tool.holdfast]\nurl = "sqlite:///{tmp_path}/project.db"\nnamespace = "one"\n'
     (project / "pyproject.toml").write_text(settings)
     bare: dict[str, str | None] = {"HOLDFAST_URL": None, "HOLDFAST_NAMESPACE": None}
-    given = {"HOLDFAST_URL": f"sqlite:///{tmp_path}/given.db"}
+    given: dict[str, str | None] = {"HOLDFAST_URL": f"sqlite:///{tmp_path}/given.db"}
     here = project / "src"
     assert run("enqueue", "by-project", "1", cwd=here, env=bare).status == 0
     assert run("enqueue", "by-environment", "1", cwd=here, env=bare | given).status == 0

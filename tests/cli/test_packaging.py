@@ -39,6 +39,8 @@ async def main() -> None:
 
 asyncio.run(main())
 """
+pytestmark = pytest.mark.suite("slow")
+
 NEEDED = {
     "holdfast/storage/redis/lua/keyspace.lua",
     "holdfast/storage/local/sqlite/schema.sql",
@@ -130,7 +132,7 @@ def test_in_an_empty_environment_it_works_with_two_dependencies_and_says_what_re
     assert "enqueue" in quietly(empty / "holdfast", "--help", cwd=tmp_path)
     (tmp_path / "hello.py").write_text(HELLO)
     assert quietly(empty / "python", "hello.py", cwd=tmp_path) == "hello world\n"
-    status = [empty / "holdfast", "status", "--url", "redis://ada:s3cret@localhost:1"]
+    status = [str(empty / "holdfast"), "status", "--url", "redis://ada:s3cret@localhost:1"]
     refused = subprocess.run(status, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
     (sentence,) = refused.stderr.splitlines()

@@ -72,7 +72,7 @@ def request(id: str = "a", payload: bytes | None = b"payload", **options: Any) -
 
 async def test_a_watched_key_that_changed_undoes_the_job_too(stage: Stage, client: redis.Redis, note: str) -> None:
     with client.pipeline() as pipeline:
-        pipeline.watch(note)  # type: ignore[no-untyped-call]
+        pipeline.watch(note)
         pipeline.multi()
         pipeline.incr(note)
         stage.storage.enqueue_in(pipeline, "q", [request()])
@@ -116,7 +116,7 @@ async def test_a_pipeline_that_would_send_at_once_is_refused(server: Server, sta
 async def test_another_command_that_is_refused_undoes_the_job_too(stage: Stage, client: redis.Redis) -> None:
     pipeline = client.pipeline()
     stage.storage.enqueue_in(pipeline, "q", [request()])
-    pipeline.execute_command("NO", "SUCH", "COMMAND")  # type: ignore[no-untyped-call]
+    pipeline.execute_command("NO", "SUCH", "COMMAND")
     with pytest.raises((ResponseError, ExecAbortError)):
         pipeline.execute()
     assert await stage.get() is None

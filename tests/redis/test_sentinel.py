@@ -67,7 +67,7 @@ async def test_the_master_is_found_and_found_again_after_a_failover(watched: Wat
 
 
 async def test_a_sentinels_own_client_will_do(watched: Watched) -> None:
-    sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])  # type: ignore[no-untyped-call]
+    sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])
     client = sentinel.master_for(SERVICE)
     async with of_client(client, namespace=uuid.uuid4().hex) as storage:
         assert (await storage.enqueue("q", [Request("a", Work(b""))]))[0].placed is Placed.NEW

@@ -480,7 +480,7 @@ async def test_a_server_that_evicts_is_refused_unless_that_is_allowed(own: Serve
 
 def dump(server: Server, namespace: str) -> dict[bytes, object]:
     """Every key of a namespace, with its bytes."""
-    keys: list[bytes] = server.command("KEYS", f"{{{namespace}*")  # type: ignore[assignment]
+    keys: list[bytes] = server.command("KEYS", f"{{{namespace}*")
     return {key: server.command("DUMP", key) for key in keys}
 
 

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
+from holdfast.storage.conformance import clock, stage
+from tests import suites
 from tests.storage.harness import HARNESSES, Harness
 from tests.storage.stage import Stage
+
+__all__ = ["clock", "stage"]
+
+SUITES = {"valkey": "usual", "redis": "slow"}
+"""Memory and SQLite are in the fast suite. Redis runs the same functions as Valkey, in a second server."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -20,7 +27,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         harnesses = [_load(name) for name in wanted] or HARNESSES
         only: tuple[str, ...] | None = getattr(metafunc.module, "STORAGES", None)
         harnesses = [harness for harness in harnesses if only is None or harness.name in only]
-        metafunc.parametrize("harness", harnesses, ids=lambda harness: harness.name)
+        cases = suites.storage_cases(metafunc.config, harnesses, lambda harness: SUITES.get(harness.name, "fast"))
+        metafunc.parametrize("harness", cases)
 
 
 def _load(name: str) -> Harness:
@@ -33,24 +41,11 @@ def _load(name: str) -> Harness:
     return found
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
 @pytest.fixture(autouse=True)
 def nothing_without_an_owner() -> Iterator[None]:
     """Made before all storages, so the last to look when they are closed."""
     yield
     assert [text for harness in HARNESSES for text in harness.clear()] == []
-
-
-@pytest.fixture
-async def stage(harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    async with harness.open(clock, tmp_path) as storage:
-        stage = Stage(storage, clock)
-        yield stage
-        assert await stage.problems() == []
 
 
 @pytest.fixture

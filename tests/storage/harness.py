@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from holdfast._core.clock import ManualClock
 from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
+from holdfast.storage.conformance import StorageHarness
 from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change
 from holdfast.storage.redis import RedisStorage
@@ -20,14 +21,10 @@ from tests.storage import keyspace
 from tests.storage.behind import RedisSaboteur
 
 
-class Harness(Protocol):
+class Harness(StorageHarness, Protocol):
     """Makes storages for tests, on the test's clock."""
 
     name: str
-
-    def open(self, clock: ManualClock, folder: Path) -> Storage:
-        """A storage that is empty, or that has what an earlier one on the same folder left."""
-        ...
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
         """Set the extension of a record, which no verb does yet. Does nothing if there is no record."""
@@ -82,23 +79,24 @@ class SqliteHarness:
 class RedisHarness:
     """A server that all tests share; each folder is a namespace of its own."""
 
-    def __init__(self, name: Literal["valkey", "redis"]) -> None:
-        self.name = name
+    def __init__(self, server: Literal["valkey", "redis"]) -> None:
+        self.name: str = server
+        self._server = server
         self._namespaces: dict[Path, str] = {}
 
     def open(self, clock: ManualClock, folder: Path) -> Storage:
-        server = servers.shared(self.name)
+        server = servers.shared(self._server)
         assert server is not None
         namespace = self._namespaces.setdefault(folder, uuid.uuid4().hex)
         return connect(server.url, clock=clock, namespace=namespace)
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
         assert isinstance(storage, RedisStorage)
-        RedisSaboteur(storage, self.name, queue).tag(id, entries)
+        RedisSaboteur(storage, self._server, queue).tag(id, entries)
 
     def clear(self) -> list[str]:
         namespaces, self._namespaces = list(self._namespaces.values()), {}
-        server = servers.shared(self.name) if namespaces else None
+        server = servers.shared(self._server) if namespaces else None
         return [text for namespace in namespaces for text in keyspace.clear(server, namespace)] if server else []
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import time
+from typing import Any
 
 from holdfast._core.events import Topic
 from holdfast._core.jobs import Complete, Release, Request, RetrySettlement, Work
@@ -100,7 +101,7 @@ async def main(role: str, path: str, *arguments: str) -> None:
             await open_often()
             return
         async with connect(path if "://" in path else f"sqlite:///{path}") as storage:
-            roles = {"storm": storm, "listen": listen, "enqueue": enqueue}
+            roles: dict[str, Any] = {"storm": storm, "listen": listen, "enqueue": enqueue}
             await roles[role](storage, *arguments)
 
 

@@ -29,6 +29,8 @@ from tests import servers
 from tests.redis.test_sentinel import SERVICE, Watched
 from tests.storage.stage import Stage, fence, heard
 
+pytestmark = pytest.mark.suite("usual")
+
 ROUNDS = 300
 """How often each of two threads enqueues, claims and settles."""
 
@@ -279,12 +281,15 @@ async def test_twins_are_different_clients_to_the_server() -> None:
 async def test_a_twin_asks_the_sentinels_itself(own: bool) -> None:
     watched = Watched()
     try:
-        sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])  # type: ignore[no-untyped-call]
+        sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])
         client = sentinel.master_for(SERVICE)
         storage = of_client(client) if own else connect(watched.url)
         async with storage:
             await _back_and_forth(storage)
-            assert storage.clone()._servers is not storage._servers
+            twin = storage.clone()
+            assert isinstance(storage, RedisStorage)
+            assert isinstance(twin, RedisStorage)
+            assert twin._servers is not storage._servers
         for mine in (client, *sentinel.sentinels):
             await mine.aclose()
     finally:

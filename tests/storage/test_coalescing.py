@@ -176,7 +176,7 @@ async def test_a_call_that_fails_hurts_none_of_its_group(
         calls.append(asyncio.create_task(cancel(storage, "never")))
         await line_up()
     replies = await asyncio.gather(*calls, return_exceptions=True)
-    expected: list[object] = [CancelResult.CANCELLED] * 20 + [CancelResult.MISSING]
+    expected: list[object] = [*[CancelResult.CANCELLED] * 20, CancelResult.MISSING]
     expected[7] = error
     assert replies == expected
     assert [job.id for job in (await storage.claim("q", 20, worker="w1", lease_ms=1000)).jobs] == ["7"]
@@ -548,7 +548,7 @@ async def test_a_read_that_finds_the_file_busy_at_its_first_look_waits(tmp_path:
         for each in (storage._writer, storage._reader):
             begin, busy = each.table.begin, sqlite3.OperationalError("database is locked")
             busy.sqlite_errorcode = sqlite3.SQLITE_BUSY_RECOVERY
-            left = [busy] * 3
+            left: list[Exception] = [busy] * 3
 
             def recovering(begin: Callable[[], None] = begin, left: list[Exception] = left) -> None:
                 if left:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import State, Update
+from holdfast._core.jobs import Job, State, Update
 from holdfast.storage.local.sqlite import SqliteStorage
 from tests.storage.stage import Stage
 
@@ -23,7 +24,8 @@ async def every_verb(stage: Stage) -> None:
     await stage.enqueue("0", update=Update(), delay=60)
     await stage.enqueue("later", run_at=stage.wall(3600))
     jobs = await stage.claim(8)
-    for job, settle in zip(jobs, (stage.complete, stage.fail, stage.retry, stage.release), strict=False):
+    settles: tuple[Callable[[Job], Awaitable[object]], ...] = (stage.complete, stage.fail, stage.retry, stage.release)
+    for job, settle in zip(jobs, settles, strict=False):
         await stage.extend(job)
         await settle(job)
     await stage.cancel("1")

@@ -29,6 +29,8 @@ from holdfast.storage.local.sqlite import connection, notify
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
 from tests.storage.stage import fence
 
+pytestmark = pytest.mark.suite("usual")
+
 HELPER = Path(__file__).with_name("process_helper.py")
 STORM_S = 5.0
 SEED = 20_240_601
@@ -410,15 +412,14 @@ async def test_calls_wait_for_another_writer_and_then_succeed(path: Path, storag
     await enqueue(storage, "a")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        calls = [
-            asyncio.create_task(storage.enqueue("q", [Request("b", Work(b""))])),
-            asyncio.create_task(storage.claim("q", 5, worker="w1", lease_ms=60_000)),
-        ]
+        enqueuing = asyncio.create_task(storage.enqueue("q", [Request("b", Work(b""))]))
+        claiming = asyncio.create_task(storage.claim("q", 5, worker="w1", lease_ms=60_000))
         await asyncio.sleep(0.3)
-        assert not any(call.done() for call in calls)
+        assert not enqueuing.done()
+        assert not claiming.done()
         other.execute("COMMIT")
         async with asyncio.timeout(5):
-            ((reply,), claimed) = await asyncio.gather(*calls)
+            ((reply,), claimed) = await asyncio.gather(enqueuing, claiming)
     assert reply.placed is Placed.NEW
     assert [job.id for job in claimed.jobs] == ["a", "b"]
     assert (await audit(storage, "q")).problems == []

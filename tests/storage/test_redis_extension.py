@@ -64,14 +64,14 @@ async def test_job_without_entries_is_stored_without_a_section(
 
 async def test_entries_are_stored_behind_one_flag(stage: Stage, saboteur: RedisSaboteur, clock: ManualClock) -> None:
     now = clock.now_us().to_bytes(8)
-    await stage.enqueue("a", extension=((200, b"v"),))  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=((200, b"v"),))
     section = b"\x06\x00\x00\x00" + b"\xc8\x01\x00\x00\x00v"
     assert saboteur.raw("a") == b"\xe6\x05" + now * 2 + section + b"payload"
 
 
 async def test_work_entries_stay_with_the_work(stage: Stage) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
-    await stage.enqueue("a", b"ignored", extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
+    await stage.enqueue("a", b"ignored", extension=NEW)
     assert (await stage.the()).work == Work(b"payload", extension=OLD)
     job = await stage.claim_one()
     assert job.work == Work(b"payload", extension=OLD)
@@ -83,7 +83,7 @@ async def test_work_entries_stay_with_the_work(stage: Stage) -> None:
     assert (await stage.the()).work == Work(b"payload", extension=OLD)
     await stage.complete(await stage.claim_one())
     assert (await stage.the()).work == Work(None, extension=OLD)
-    await stage.enqueue("a", update=PAYLOAD, extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("a", update=PAYLOAD, extension=NEW)
     assert (await stage.the()).work == Work(b"payload", extension=NEW)
     await stage.enqueue("a", b"none", update=PAYLOAD)
     assert (await stage.the()).work == Work(b"none")
@@ -91,17 +91,17 @@ async def test_work_entries_stay_with_the_work(stage: Stage) -> None:
 
 @pytest.mark.parametrize("takes_payload", [True, False])
 async def test_update_of_a_waiting_job_takes_entries_with_the_payload(stage: Stage, takes_payload: bool) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
-    await stage.enqueue("a", b"new", update=Update(payload=takes_payload), extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
+    await stage.enqueue("a", b"new", update=Update(payload=takes_payload), extension=NEW)
     assert (await stage.the()).work.extension == (NEW if takes_payload else OLD)
 
 
 @pytest.mark.parametrize("takes_payload", [True, False])
 @pytest.mark.parametrize("end", ["complete", "retry"])
 async def test_next_carries_the_entries_of_its_request(stage: Stage, takes_payload: bool, end: str) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
     job = await stage.claim_one()
-    await stage.enqueue("a", b"new", update=Update(payload=takes_payload), extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("a", b"new", update=Update(payload=takes_payload), extension=NEW)
     run = (await stage.the()).run
     assert run is not None
     assert run.next is not None
@@ -118,7 +118,7 @@ async def test_next_carries_the_entries_of_its_request(stage: Stage, takes_paylo
 
 
 async def test_job_entries_last_as_long_as_the_generation(stage: Stage, saboteur: RedisSaboteur) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
     await mark(stage, saboteur)
 
     async def both() -> tuple[Extension, Extension]:
@@ -157,7 +157,7 @@ async def test_finished_record_keeps_the_entries_of_its_generation(
 
 
 async def test_job_entries_end_with_an_update_of_a_waiting_job(stage: Stage, saboteur: RedisSaboteur) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
     await mark(stage, saboteur)
     await stage.enqueue("a", update=NO_PAYLOAD)
     job = await stage.the()
@@ -199,7 +199,7 @@ def with_section(raw: bytes, section: bytes, size: int | None = None) -> bytes:
 @pytest.mark.parametrize("name", [*MALFORMED, "a section that is cut off"])
 async def test_malformed_section_is_garbled_to_every_reader(stage: Stage, saboteur: RedisSaboteur, name: str) -> None:
     await stage.enqueue("a")
-    await stage.enqueue("sound", extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("sound", extension=NEW)
     section = MALFORMED.get(name, b"")
     saboteur.overwrite("a", with_section(saboteur.raw("a"), section, None if section else 1000))
     assert [(p.kind, p.id) for p in (await audit(stage.storage, "q")).problems if p.id] == [("garbled", "a")]
@@ -212,7 +212,7 @@ async def test_malformed_section_is_garbled_to_every_reader(stage: Stage, sabote
 async def test_next_with_entries_of_a_job_is_garbled(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     await stage.claim_one()
-    await stage.enqueue("a", update=PAYLOAD, extension=NEW)  # type: ignore[arg-type]
+    await stage.enqueue("a", update=PAYLOAD, extension=NEW)
     run = saboteur.raw("a", ":runs")
     packed = pack_extension(NEW)
     assert packed in run
@@ -224,7 +224,7 @@ async def test_next_with_entries_of_a_job_is_garbled(stage: Stage, saboteur: Red
 
 
 async def test_record_with_a_section_is_repaired_with_its_entries(stage: Stage, saboteur: RedisSaboteur) -> None:
-    await stage.enqueue("a", extension=OLD)  # type: ignore[arg-type]
+    await stage.enqueue("a", extension=OLD)
     await mark(stage, saboteur)
     saboteur.misplace("a")
     await audit(stage.storage, "q", repair=True)

@@ -658,7 +658,7 @@ async def test_queue_of_another_layout_is_refused_and_left_alone(
     before = saboteur.contents()
     calls: dict[str, Callable[[], object]] = {"enqueue": stage.enqueue, "claim": stage.claim, "get": stage.get}
     with pytest.raises(error, match=f"layout '?{LAYOUT + change}"):
-        await calls[verb]()  # type: ignore[misc]
+        await calls[verb]()
     assert saboteur.contents() == before
     saboteur.write_meta(sound)
 

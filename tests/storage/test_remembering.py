@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.storage.stage import Stage
 MICROSECOND = 0.000001
 
 
-async def running(stage: Stage, id: str = "a", **work: int) -> Job:
+async def running(stage: Stage, id: str = "a", **work: Any) -> Job:
     await stage.enqueue(id, **work)
     return await stage.claim_one()
 
@@ -97,12 +98,12 @@ async def test_a_failure_that_nobody_wants_to_remember_is_gone_at_once(stage: St
     assert (await stage.stats()).totals["failed"] == 1
 
 
-async def cancelled_waiting(stage: Stage, **work: int) -> None:
+async def cancelled_waiting(stage: Stage, **work: Any) -> None:
     await stage.enqueue("a", **work)
     await stage.cancel("a")
 
 
-async def cancelled_running(stage: Stage, **work: int) -> None:
+async def cancelled_running(stage: Stage, **work: Any) -> None:
     job = await running(stage, "a", **work)
     await stage.cancel("a")
     await stage.release(job)

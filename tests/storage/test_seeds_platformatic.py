@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -332,7 +333,7 @@ async def test_a_cancel_that_says_cancelled_met_a_job_that_no_claim_has_got(stag
         await stage.enqueue(f"{n}")
     claims = [stage.claim(1, worker=f"w{n}") for n in range(20)]
     cancels = [other.cancel(f"{n}") for n in reversed(range(20))]
-    mixed = await asyncio.gather(*(call for pair in zip(claims, cancels, strict=True) for call in pair))
+    mixed: list[Any] = await asyncio.gather(*(call for pair in zip(claims, cancels, strict=True) for call in pair))
     claimed = {job.id for jobs in mixed[::2] for job in jobs}
     cancelled = {f"{19 - n}" for n, reply in enumerate(mixed[1::2]) if reply}
     assert claimed.isdisjoint(cancelled)

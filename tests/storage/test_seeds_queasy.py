@@ -396,7 +396,7 @@ async def test_no_history_overlaps_starts_early_skips_the_line_or_runs_on_after_
             assert not completed[job.id, job.generation]
             held[job.id] = job
         for job in rng.sample(list(held.values()), k=len(held) // 2):
-            settle = rng.choice([stage.complete, stage.complete, stage.fail, stage.retry, stage.release])
+            settle: Any = rng.choice([stage.complete, stage.complete, stage.fail, stage.retry, stage.release])
             assert await settle(held.pop(job.id)) is SettleResult.OK
             completed[job.id, job.generation] += settle == stage.complete
     assert completed

@@ -27,7 +27,7 @@ def test_interval_of_equal_ratios_is_that_ratio() -> None:
 
 
 def test_interval_is_unbounded_when_rounds_are_too_few() -> None:
-    assert interval([1.5] * 5) == Interval(pytest.approx(1.5), 0.0, math.inf)
+    assert interval([1.5] * 5) == Interval(pytest.approx(1.5), 0.0, math.inf)  # type: ignore[arg-type]
 
 
 def test_one_disturbed_round_hardly_moves_the_interval() -> None:

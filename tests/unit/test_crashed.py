@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -19,12 +20,12 @@ ERROR = JobError(type="Crashed", kind="stall", message="its process died: it was
 ONCE = replace(TASK, at_most_once=True)
 
 
-def job(stalls: int = 0, **limits: int) -> Job:
+def job(stalls: int = 0, **limits: Any) -> Job:
     run = StoredLease("w", FENCE, 10_000, NOW + 10_000_000)
     return Job("a", Work(b"{}", **limits), NOW, NOW, NOW, run=run, attempts=stalls + 1, stalls=stalls)
 
 
-def settled(policy: Policy, stalls: int, **limits: int) -> Settlement:
+def settled(policy: Policy, stalls: int, **limits: Any) -> Settlement:
     return verdict(job(stalls, **limits), Crashed(ERROR), policy, random.Random(1))
 
 

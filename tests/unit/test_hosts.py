@@ -117,7 +117,7 @@ def test_a_worker_never_gives_a_host_more_than_it_has(data: st.DataObject) -> No
     used = dict.fromkeys(range(1, hosts + 1), 0)
     running: list[tuple[str, int]] = []
     for _ in range(data.draw(st.integers(1, 30))):
-        if running and data.draw(st.booleans()):
+        if len(running) > 0 and data.draw(st.booleans()):
             queue, host = running.pop(data.draw(st.integers(0, len(running) - 1)))
             one.finished(queue, host)
             used[host] -= min(100, sizes[int(queue)])

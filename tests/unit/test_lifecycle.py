@@ -17,7 +17,8 @@ from tools.transitions import TRANSITIONS, Act, Phase, phase_of
 NOW = 1_800_000_000_000_000
 DAY_US = 86_400_000_000
 WAITING = Job("a", Work(b"1"), NOW, NOW, NOW)
-RUNNING = replace(WAITING, run=StoredLease("w", NOW, 10_000, NOW + 10_000_000))
+LEASE = StoredLease("w", NOW, 10_000, NOW + 10_000_000)
+RUNNING = replace(WAITING, run=LEASE)
 NEXT = Next(NOW + 5, Work(b"2"), NOW, NOW + 5)
 
 
@@ -36,9 +37,9 @@ def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
         (None, Phase.NONE),
         (WAITING, Phase.WAITING),
         (RUNNING, Phase.RUNNING),
-        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), Phase.DEFERRED),
-        (replace(WAITING, run=replace(RUNNING.run, cancel_asked=True)), Phase.CANCELLING),
-        (replace(WAITING, run=replace(RUNNING.run, cancel_asked=True, next=NEXT)), Phase.CANCELLING_DEFERRED),
+        (replace(WAITING, run=replace(LEASE, next=NEXT)), Phase.DEFERRED),
+        (replace(WAITING, run=replace(LEASE, cancel_asked=True)), Phase.CANCELLING),
+        (replace(WAITING, run=replace(LEASE, cancel_asked=True, next=NEXT)), Phase.CANCELLING_DEFERRED),
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW + 1)), Phase.COMPLETED),
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW)), Phase.STALE),
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW - 1)), Phase.STALE),
@@ -96,8 +97,8 @@ def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_
         (None, NOW, Answer.FORGOTTEN),
         (WAITING, NOW, Answer.PENDING),
         (WAITING, NOW + 1, Answer.DROPPED),
-        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), NOW + 5, Answer.PENDING),
-        (replace(WAITING, run=replace(RUNNING.run, next=NEXT)), NOW + 6, Answer.DROPPED),
+        (replace(WAITING, run=replace(LEASE, next=NEXT)), NOW + 5, Answer.PENDING),
+        (replace(WAITING, run=replace(LEASE, next=NEXT)), NOW + 6, Answer.DROPPED),
         (replace(WAITING, outcome=ended(State.FAILED)), NOW, ended(State.FAILED)),
         (replace(WAITING, outcome=ended(State.FAILED)), NOW + 1, Answer.DROPPED),
     ],

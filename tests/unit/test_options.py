@@ -146,7 +146,7 @@ def test_every_microsecond_can_be_said_as_a_point_in_time(at: int) -> None:
     assert to_at("run_at", from_at(at)) == at
 
 
-@pytest.mark.parametrize("value", [datetime(2027, 1, 15), datetime(2027, 1, 15, tzinfo=Nowhere())])
+@pytest.mark.parametrize("value", [datetime(2027, 1, 15), datetime(2027, 1, 15, tzinfo=Nowhere())])  # type: ignore[abstract]
 def test_a_naive_datetime_is_refused_with_a_way_out(value: datetime) -> None:
     with pytest.raises(OptionError, match=r"run_at=.* has no timezone: use datetime.now\(UTC\)"):
         to_at("run_at", value)
@@ -179,7 +179,7 @@ def test_a_wait_is_seconds_or_for_ever() -> None:
     assert to_wait_s(1.5) == to_wait_s(timedelta(seconds=1.5)) == 1.5
     for bad in (-1, MAX_WAIT_S + 1, "5", True):
         with pytest.raises(OptionError, match="wait must be"):
-            to_wait_s(bad)
+            to_wait_s(bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("value", "fits"), [(-1, False), (0, True), (9, True), (10, False)])

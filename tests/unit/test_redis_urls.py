@@ -107,7 +107,7 @@ def test_the_client_of_a_cluster_lends_its_nodes_login_and_tls() -> None:
 
 
 def test_the_client_of_sentinels_lends_both_logins() -> None:
-    sentinel = Sentinel([("s0", 1), ("s1", 2)], sentinel_kwargs={"password": "s"})  # type: ignore[no-untyped-call]
+    sentinel = Sentinel([("s0", 1), ("s1", 2)], sentinel_kwargs={"password": "s"})
     servers: Any = servers_from_client(sentinel.master_for("shop", password="p", db=3, ssl=True))
     assert (servers.name, servers.options.database) == ("shop", 3)
     assert (servers.options.password, servers.options.tls is not None) == ("p", True)

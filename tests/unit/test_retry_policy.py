@@ -80,7 +80,8 @@ def rng() -> random.Random:
 def test_a_job_may_run_until_it_is_over_a_limit(count: Count, limit: int, whose: str) -> None:
     own = limit if whose == "job's" else None
     policy = replace(PULL, **{LIMITS[count]: limit if own is None else 1_000 * (limit == 0)})
-    work = Work(b"1", **{LIMITS[count]: own})
+    limits: Any = {LIMITS[count]: own}
+    work = Work(b"1", **limits)
     for number in range(limit + 1):
         assert admit(job(work, **{count: number}), policy) is None
     refused = admit(job(work, **{count: limit + 1}), policy)
@@ -91,7 +92,8 @@ def test_a_job_may_run_until_it_is_over_a_limit(count: Count, limit: int, whose:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_without_a_limit_a_job_may_always_run(count: Count) -> None:
-    assert admit(job(**{count: 1_000_000}), PULL) is None
+    counts: Any = {count: 1_000_000}
+    assert admit(job(**counts), PULL) is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,8 @@ def test_without_a_limit_a_job_may_always_run(count: Count) -> None:
 )
 def test_the_limits_that_are_there_unless_given(policy: Policy, retries: int, stalls: int, timeouts: int) -> None:
     assert admit(job(retries=retries, stalls=stalls, timeouts=timeouts), policy) is None
-    for more in ({"retries": retries + 1}, {"stalls": stalls + 1}, {"timeouts": timeouts + 1}):
+    over: Any = ({"retries": retries + 1}, {"stalls": stalls + 1}, {"timeouts": timeouts + 1})
+    for more in over:
         assert admit(job(**more), policy) is not None
 
 
@@ -162,7 +165,8 @@ def test_a_refused_job_is_followed_up_and_remembered_like_any_failed_one() -> No
 def test_a_limit_of_n_allows_n_more_runs(ended: Ended, count: Count, errors: JobError, limit: int, whose: str) -> None:
     own = limit if whose == "job's" else None
     policy = replace(PULL, **{LIMITS[count]: limit if own is None else 1_000 * (limit == 0)})
-    work = Work(b"1", **{LIMITS[count]: own})
+    limits: Any = {LIMITS[count]: own}
+    work = Work(b"1", **limits)
     for number in range(limit):
         again = verdict(job(work, **{count: number}), ended, policy, rng())
         assert again == RetrySettlement("a", FENCE, encode_error(errors), 0, None, count)
@@ -173,7 +177,7 @@ def test_a_limit_of_n_allows_n_more_runs(ended: Ended, count: Count, errors: Job
 
 @pytest.mark.parametrize("ended", [Raised(ERROR), TimedOut(TOO_LONG)])
 def test_one_count_does_not_use_up_the_limit_of_another(ended: Ended) -> None:
-    others = {"stalls": 3, "timeouts": 3} if isinstance(ended, Raised) else {"stalls": 3, "retries": 10}
+    others: Any = {"stalls": 3, "timeouts": 3} if isinstance(ended, Raised) else {"stalls": 3, "retries": 10}
     assert isinstance(verdict(job(**others), ended, TASK, rng()), RetrySettlement)
 
 
@@ -276,8 +280,8 @@ HOUR = 3_600_000
 def test_how_long_the_end_is_remembered(
     custom_id: bool,
     result: bytes | None,
-    work: dict[str, int],
-    policy: dict[str, int],
+    work: dict[str, Any],
+    policy: dict[str, Any],
     hooks: int | None,
     result_ttl: int,
     dedup_ttl: int,
@@ -341,7 +345,7 @@ def test_a_fail_handler_is_told_of_a_failure_that_is_too_large_first_with_the_pa
     followed = [settlement.follow_up for settlement in tries if isinstance(settlement, Fail)]
     forms = [work and msgspec.json.decode(work.payload or b"", type=FollowUp).form for work in followed]
     assert list(dict.fromkeys(forms)) == ["json", "left", None]
-    assert forms == sorted(forms, key=["json", "left", None].index)
+    assert forms == sorted(forms, key=lambda form: ("json", "left", None).index(form))
     assert {settlement.failure_ttl_ms for settlement in tries if isinstance(settlement, Fail)} == {77}
 
 

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast import Failure, current_job
 from tests.worker.scene import NOTES, make_app, note
 
 app = make_app()
 
-QUICK = {"min_backoff": 0.05, "max_backoff": 0.1}
+QUICK: Any = {"min_backoff": 0.05, "max_backoff": 0.1}
 
 
 def kill() -> None:

@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast import current_job
 from tests.worker.scene import NOTES, make_app, note
 
 app = make_app()
 
-QUICK = {"cancel_grace": 0.2, "min_backoff": 0.05, "max_backoff": 0.1}
+QUICK: Any = {"cancel_grace": 0.2, "min_backoff": 0.05, "max_backoff": 0.1}
 
 
 async def swallow() -> None:

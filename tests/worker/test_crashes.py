@@ -64,7 +64,7 @@ async def test_however_a_process_dies_each_of_its_jobs_has_one_stall_and_no_othe
     said = {kind: await counts(scene, queue, kind) for kind, queue in queues.items()}
     assert said == dict.fromkeys(kinds, (1, 0, 0, 2))
     neighbours = {kind: await counts(scene, "neighbour", number) for number, kind in beside.items()}
-    assert neighbours == {**dict.fromkeys(kinds, (1, 0, 0, 2)), None: (0, 0, 0, 1)}
+    assert neighbours == dict.fromkeys(kinds, (1, 0, 0, 2)) | {None: (0, 0, 0, 1)}
     assert worker.process.poll() is None
     await until(lambda: len(worker.children()) == processes)
 
@@ -241,6 +241,7 @@ class Unread(WorkerProcess):
 
     def read(self) -> None:
         """All that it says, until its end."""
+        assert self.process.stdout is not None
         with self.process.stdout as end:
             while end.read(65_536):
                 pass

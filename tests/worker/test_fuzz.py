@@ -16,7 +16,7 @@ busy. Then the nemesis rests, everything must come to its end, and what was note
 - progress: no queue that has ready jobs is without a claim for long, the lowest included; all that was asked for ends.
 
 `HOLDFAST_FUZZ=120` is the chaos's length in seconds on each storage; with `-s` the counts are printed. Without it there
-are a few seconds on SQLite; tests/chaos has a few on Valkey.
+are 8 seconds on each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from holdfast import Holdfast, Placed, Update
 from tests.worker.conftest import Scene, WorkerProcess
 
 SECONDS = float(os.environ.get("HOLDFAST_FUZZ", "8"))
-ON = ("sqlite", "valkey") if "HOLDFAST_FUZZ" in os.environ else ("sqlite",)
 WORKERS = 2 if SECONDS < 30 else 3
 KILL_EVERY_S = min(10.0, SECONDS / 3)
 QUEUES = ["urgent", "usual", "threaded", "single", "idle"]
@@ -327,7 +326,7 @@ class Producer:
                     option["run_at"] = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=due_us)
             if queue == "single":
                 option["id"] = f"s:{rng.randrange(KEYS)}"
-                run_at = rng.choice([True, True, "if_later", "if_earlier", False])
+                run_at: Any = rng.choice([True, True, "if_later", "if_earlier", False])
                 option["on_conflict"] = Update(payload=rng.random() < 0.8, run_at=run_at)
                 due_us = due_us if run_at in (True, "if_later") else 0
             else:
@@ -398,8 +397,8 @@ def read(scene: Scene, history: History) -> None:
 
 
 async def read_storage(app: Holdfast[Any], history: History) -> None:
-    for queue in (await app.stats()).queues:
-        history.totals[queue.queue] = Counter(queue.totals)
+    for stats in (await app.stats()).queues:
+        history.totals[stats.queue] = Counter(stats.totals)
     for queue in QUEUES:
         ids = sorted({asked.id for asked in history.asked if asked.queue == queue})
         for start in range(0, len(ids), 100):
@@ -429,7 +428,7 @@ def summary(storage: str, history: History, judge: Judge, drained_s: float) -> s
     )
 
 
-@pytest.mark.storages(*ON)
+@pytest.mark.suite("slow")
 @pytest.mark.timeout(SECONDS + 240)
 async def test_six_promises_hold_whatever_handlers_do_and_whichever_worker_dies(scene: Scene) -> None:
     history = History()

@@ -7,8 +7,8 @@ from collections import Counter
 
 import msgspec
 
-from tests.chaos.checker import PROMISES, Checker
-from tests.chaos.costs import RECOVERY_S, Costs
+from chaos.checker import PROMISES, Checker
+from chaos.costs import RECOVERY_S, Costs
 
 HANDLERS = ("throw", "permanent", "hang", "spin", "crash", "poison", "fork", "leak")
 EVERYWHERE = ("worker kill", "child kill", "worker freeze", "tree freeze", "child freeze", "clock jump")

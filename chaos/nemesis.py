@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tests.chaos import history, wreck
-from tests.chaos.places import ServerPlace, SqlitePlace
-from tests.chaos.setting import LEASE_S
+from chaos import history, wreck
+from chaos.places import ServerPlace, SqlitePlace
+from chaos.setting import LEASE_S
 from tests.processes import parents, send
 
 EVERY_S = {

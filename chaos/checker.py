@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos import history
-from tests.chaos.blame import AWAY, ENDED, SILENT, SWEPT_S, Blame
-from tests.chaos.setting import LEASE_S, QUEUES, SINGLETONS
-from tests.chaos.story import Key, Lease, Story
+from chaos import history
+from chaos.blame import AWAY, ENDED, SILENT, SWEPT_S, Blame
+from chaos.setting import LEASE_S, QUEUES, SINGLETONS
+from chaos.story import Key, Lease, Story
 
 PROMISES = (
     "no loss",

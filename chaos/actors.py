@@ -1,5 +1,5 @@
 """Those who ask for jobs, wait for them, change their mind about them, and fetch them by hand:
-`python -m tests.chaos.actors produce|call|pull SEED`. They go on until the file that ends the run is there, and are
+`python -m chaos.actors produce|call|pull SEED`. They go on until the file that ends the run is there, and are
 killed like everybody else.
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from chaos import history
+from chaos.history import pen
+from chaos.setting import DAY_S, LEASE_S, MILD, RATE, WAYS, ending
+from chaos.tasks import app
 from holdfast import HoldfastError, Update
 from holdfast._client.request import BoundRequest
-from tests.chaos import history
-from tests.chaos.history import pen
-from tests.chaos.setting import DAY_S, LEASE_S, MILD, RATE, WAYS, ending
-from tests.chaos.tasks import app
 
 BACKLOG = 300
 """Jobs that may be ready: with more than that, producers wait."""

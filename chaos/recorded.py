@@ -1,6 +1,6 @@
 """Makes a process write down what it asks of the storage and what it is told, and lets its storage's clock be moved.
 
-`install` is called by everybody who takes part, before anything is opened. `python -m tests.chaos.launch worker …` is
+`install` is called by everybody who takes part, before anything is opened. `python -m chaos.launch worker …` is
 `holdfast worker …`, recorded.
 """
 
@@ -11,13 +11,13 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from chaos import history
+from chaos.clocks import SharedClock
+from chaos.history import pen
+from chaos.setting import CLOCK, CLOCK_KEY
 from holdfast._core import clock, jobs, replies
 from holdfast.storage import Storage
 from holdfast.storage.redis import calls, script
-from tests.chaos import history
-from tests.chaos.clocks import SharedClock
-from tests.chaos.history import pen
-from tests.chaos.setting import CLOCK, CLOCK_KEY
 
 TOKEN = re.compile(rb'"token":"(\w+)"')
 
@@ -39,9 +39,9 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    calls.SOURCES = sources_with_a_movable_clock(script.SOURCES)
+    calls.SOURCES = sources_with_a_movable_clock(script.SOURCES)  # type: ignore[attr-defined]
     shared = SharedClock(os.environ[CLOCK])
-    clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign]
+    clock.SystemClock.now_us = lambda _: shared.now_us()  # type: ignore[method-assign, assignment]
     for name, verb in VERBS.items():
         setattr(Storage, name, verb(getattr(Storage, name)))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from tests.chaos import history, report
-from tests.chaos.checker import Checker
-from tests.chaos.director import ROOT, Director, Plan
+from chaos import history, report
+from chaos.checker import Checker
+from chaos.director import ROOT, Director, Plan
 from tests.servers import redis_binary
 
 SECONDS = 120.0
@@ -33,7 +33,7 @@ SHARD = "shard.json"
 @click.option("--jobs", type=click.IntRange(1), help="Until so many jobs were asked for, instead of --seconds.")
 @click.option("--seed", type=int, help="Of all that is drawn by lot.  [default: by lot]")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True,
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(".chaos"), show_default=True,
     help="Where reports go.",
 )  # fmt: skip
 @click.option("--keep", is_flag=True, help="Keep the history, also of a run that is green.")
@@ -54,7 +54,7 @@ def main(
     Examples:
       ./dev chaos                                    two minutes on SQLite
       ./dev chaos --storage valkey --seconds 600     a shard of ten minutes
-      ./dev chaos merge chaos/*.json                 add shards up
+      ./dev chaos merge .chaos/*.json                add shards up
 
     Exit status: 0 if every promise held and every kind of fault met something, 1 if not.
     """
@@ -92,7 +92,7 @@ def main(
 
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path(".chaos"), show_default=True)
 def check(folder: Path, out: Path) -> None:
     """Hold a history that was kept against the promises once more."""
     if not (folder / SHARD).exists():
@@ -104,7 +104,7 @@ def check(folder: Path, out: Path) -> None:
 
 @main.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("chaos"), show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path(".chaos"), show_default=True)
 def merge(files: tuple[Path, ...], out: Path) -> None:
     """Add the reports of several runs up."""
     try:
@@ -121,7 +121,7 @@ def merge(files: tuple[Path, ...], out: Path) -> None:
 @click.option("--seconds", type=click.FloatRange(5, MAX_SECONDS), default=SECONDS, show_default=True)
 def plant(bugs: tuple[str, ...], seconds: float) -> None:
     """Plant bugs in a copy of Holdfast, one by one: does a run turn red?"""
-    from tests.chaos import planted
+    from chaos import planted
 
     unknown = set(bugs) - planted.BUGS.keys()
     if unknown:

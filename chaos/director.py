@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos import history, places, recorded, wreck
+from chaos.nemesis import Nemesis, Player
+from chaos.places import ServerPlace
+from chaos.setting import CLOCK, HISTORY, LEASE_S, NAMESPACE, QUEUES, RATE, SERVED_INLINE, ending
 from holdfast import Holdfast, HoldfastError
 from holdfast._core.events import EventKind, Topic
-from tests.chaos import history, places, recorded, wreck
-from tests.chaos.nemesis import Nemesis, Player
-from tests.chaos.places import ServerPlace
-from tests.chaos.setting import CLOCK, HISTORY, LEASE_S, NAMESPACE, QUEUES, RATE, SERVED_INLINE, ending
 from tests.processes import MARK, marked, send
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PERIODICS = 5
 DRAIN_S = 60.0
-WORKER = ("-m", "tests.chaos.launch", "worker", "tests.chaos.tasks:app", "--lease", str(LEASE_S), "--grace", "2")
+WORKER = ("-m", "chaos.launch", "worker", "chaos.tasks:app", "--lease", str(LEASE_S), "--grace", "2")
 FLEET = (*WORKER, "--processes", "2", "--max-memory", "200M", "--log-level", "warning")
 INLINE = (*WORKER, "--inline", "--log-level", "warning")
 CAST = ("fleet", "fleet", "fleet", "inline", "pull", "produce", "produce", "call")
@@ -116,7 +116,7 @@ class Director:
             url = self.place.url_by(gate.port)
         name = ("--name", f"{role}-{self.number}")
         queues = [word for queue in SERVED_INLINE for word in ("--queues", queue)]
-        args: tuple[str, ...] = ("-m", "tests.chaos.actors", role, f"{self.plan.seed} {self.number}")
+        args: tuple[str, ...] = ("-m", "chaos.actors", role, f"{self.plan.seed} {self.number}")
         if role == "fleet":
             args = (*FLEET, *name)
         elif role == "inline":

@@ -6,9 +6,9 @@ import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from tests.chaos import history
-from tests.chaos.blame import AWAY, FREEZES, SILENT, SWEPT_S
-from tests.chaos.story import Lease, Story
+from chaos import history
+from chaos.blame import AWAY, FREEZES, SILENT, SWEPT_S
+from chaos.story import Lease, Story
 
 RECOVERY_S = {"child kill": 1.0, "worker kill": SWEPT_S + 1, "server kill": 5.0}
 """At the 99th percentile, where the storage was not hurt meanwhile."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.chaos import history
+from chaos import history
 
 Key = tuple[str, str]
 """A queue and an id."""

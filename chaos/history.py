@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tests.chaos.setting import HISTORY
+from chaos.setting import HISTORY
 
 
 class Line(msgspec.Struct, tag_field="what", omit_defaults=True, kw_only=True):

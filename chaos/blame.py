@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from tests.chaos import history
-from tests.chaos.setting import DEADLY, LEASE_S, SINGLETONS
-from tests.chaos.story import Lease, Sent, Story
+from chaos import history
+from chaos.setting import DEADLY, LEASE_S, SINGLETONS
+from chaos.story import Lease, Sent, Story
 
 SWEPT_S = 1.5 * LEASE_S
 GRACE_S = LEASE_S / 2

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from tests.chaos.report import Report
+from chaos.report import Report
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LUA = "storage/redis/lua"
 
 
@@ -100,7 +100,7 @@ def is_found(name: str, seconds: float, say: Callable[[str], object]) -> bool:
         out = Path(folder) / "out"
         options = ("--storage", bug.storage, "--seed", "1", "--seconds", str(seconds), "--out", str(out))
         subprocess.run(
-            [sys.executable, "-m", "tests.chaos", *options],
+            [sys.executable, "-m", "chaos", *options],
             env={**os.environ, "PYTHONPATH": str(copy)},
             cwd=ROOT,
             stdout=subprocess.DEVNULL,

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.clocks import SharedClock
-from tests.chaos.setting import CLOCK_KEY, NAMESPACE
+from chaos.clocks import SharedClock
+from chaos.setting import CLOCK_KEY, NAMESPACE
 from tests.servers import Name, Server
 from tests.storage import keyspace
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from chaos import history, recorded
+from chaos.history import pen
+from chaos.setting import BLOCK_S, DAY_S, HISTORY, NAMESPACE, ending
 from holdfast import Failure, Holdfast, PermanentError, current_job
-from tests.chaos import history, recorded
-from tests.chaos.history import pen
-from tests.chaos.setting import BLOCK_S, DAY_S, HISTORY, NAMESPACE, ending
 
 LEAK_BYTES = 40_000_000
 recorded.install()
