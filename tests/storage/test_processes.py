@@ -343,7 +343,7 @@ async def test_folder_that_refuses_sockets_is_listened_to_elsewhere(
 
     writer = processes.start("enqueue", path)
     await writer.hears()
-    monkeypatch.setattr(notify.socket, "socket", Refused)
+    monkeypatch.setattr(socket, "socket", Refused)
     async with storage.subscribe(Topic("q", "ready")) as events:
         monkeypatch.undo()
         assert sockets(path) == []

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast._core.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast._core.codec import Codecs
-from holdfast._core.retry_policy import QueueConfig
-from holdfast._worker.handler import Handler
 from holdfast.errors import OptionError, PayloadRejected
-from tests.policies import TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
 
@@ -298,16 +295,13 @@ def returns_two_dataclasses() -> Report | Other: ...
 
 @pytest.mark.parametrize("function", [unfindable, two_dataclasses, unpacked, returns_two_dataclasses])
 def test_a_worker_refuses_annotations_that_cannot_be_read_before_it_takes_jobs(function: Callable[..., Any]) -> None:
-    handler = Handler(
-        QueueConfig(queue="reports.make", policy=TASK), Arguments("reports.make", function), CODECS, "json"
-    )
     with pytest.raises(OptionError, match=r"reports\.make"):
-        handler.check()
+        Arguments("reports.make", function).check(CODECS.get("json"))
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, typed, raw, raw_too, whole, later, anything])
 def test_a_worker_accepts_annotations_that_can_be_read(function: Callable[..., Any]) -> None:
-    Handler(QueueConfig(queue="f", policy=TASK), Arguments("f", function), CODECS, "json").check()
+    Arguments("f", function).check(CODECS.get("json"))
 
 
 # Ids
