@@ -281,7 +281,7 @@ async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, thre
     context = contextvars.copy_context()
     current.on_loop = False
     try:
-        value = await asyncio.get_running_loop().run_in_executor(threads, context.run, _in_thread, function)
+        value = await asyncio.get_running_loop().run_in_executor(threads, partial(context.run, _in_thread, function))
     finally:
         current.on_loop = True
     if inspect.iscoroutine(value) and current.stopping is not None:
