@@ -281,7 +281,7 @@ async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, thre
     context = contextvars.copy_context()
     current.on_loop = False
     try:
-        value = await asyncio.get_running_loop().run_in_executor(threads, partial(context.run, _in_thread, function))
+        value = await asyncio.get_running_loop().run_in_executor(threads, _in_thread, context, function)
     finally:
         current.on_loop = True
     if inspect.iscoroutine(value) and current.stopping is not None:
@@ -290,9 +290,9 @@ async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, thre
     return await awaited(value)
 
 
-def _in_thread(function: Callable[[], Any]) -> Any:
+def _in_thread(context: contextvars.Context, function: Callable[[], Any]) -> Any:
     try:
-        return function()
+        return context.run(function)
     except StopIteration as error:  # A future cannot carry it: its waiter would hang.
         raise RuntimeError("the handler raised StopIteration") from error
 
