@@ -29,6 +29,7 @@ from tests.app.conftest import until
 from tests.policies import FAIL_HANDLER, TASK
 
 ROOT = Path(__file__).parents[2]
+CONFORMANCE = ROOT / "src" / "holdfast" / "storage" / "conformance"
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PRINTS = re.compile(r"^# prints: (.+)$", re.MULTILINE)
@@ -228,4 +229,7 @@ def test_every_test_that_a_page_names_is_there(page: str) -> None:
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / page).read_text())
     assert len(named) > 10
     for file, test in named:
-        assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+        text = (ROOT / file).read_text()
+        for module in re.findall(r"from holdfast\.storage\.conformance\.(\w+) import \*", text):
+            text += (CONFORMANCE / f"{module}.py").read_text()
+        assert f"def {test}(" in text, f"{file}::{test}"
