@@ -55,7 +55,7 @@ async def timed_out_after(waiting: Any) -> float:
 # A notice that is lost
 
 
-async def test_a_result_whose_notice_was_lost_is_found_all_the_same(proxy: Proxy) -> None:
+async def test_result_is_found_when_its_notification_was_lost(proxy: Proxy) -> None:
     server = servers.shared("valkey")
     assert server is not None
     namespace = f"test-{uuid.uuid4().hex[:12]}"
@@ -76,7 +76,7 @@ async def test_a_result_whose_notice_was_lost_is_found_all_the_same(proxy: Proxy
         assert await near.queue("q").delete()
 
 
-async def test_a_wait_outlives_the_loss_of_all_connections(proxy: Proxy) -> None:
+async def test_wait_continues_after_all_connections_are_lost(proxy: Proxy) -> None:
     server = servers.shared("valkey")
     assert server is not None
     namespace = f"test-{uuid.uuid4().hex[:12]}"
@@ -92,7 +92,7 @@ async def test_a_wait_outlives_the_loss_of_all_connections(proxy: Proxy) -> None
         assert await near.queue("q").delete()
 
 
-async def test_a_wait_goes_on_while_no_notice_can_be_heard_at_all(proxy: Proxy) -> None:
+async def test_wait_finds_the_result_while_subscribing_hangs(proxy: Proxy) -> None:
     server = servers.shared("valkey")
     assert server is not None
     namespace = f"test-{uuid.uuid4().hex[:12]}"
@@ -110,9 +110,7 @@ async def test_a_wait_goes_on_while_no_notice_can_be_heard_at_all(proxy: Proxy) 
 
 
 @pytest.mark.parametrize("wait", [0, 0.5])
-async def test_a_short_wait_finds_a_result_that_is_there_though_no_notice_can_be_heard(
-    proxy: Proxy, wait: float
-) -> None:
+async def test_short_wait_finds_a_stored_result_while_subscribing_hangs(proxy: Proxy, wait: float) -> None:
     server = servers.shared("valkey")
     assert server is not None
     namespace = f"test-{uuid.uuid4().hex[:12]}"
@@ -126,7 +124,7 @@ async def test_a_short_wait_finds_a_result_that_is_there_though_no_notice_can_be
         assert await near.queue("q").delete()
 
 
-async def test_a_lost_reply_to_the_enqueue_of_a_call_runs_the_job_once(proxy: Proxy) -> None:
+async def test_call_whose_enqueue_reply_was_lost_runs_the_job_once(proxy: Proxy) -> None:
     server = servers.shared("valkey")
     assert server is not None
     namespace = f"test-{uuid.uuid4().hex[:12]}"
@@ -164,7 +162,7 @@ async def test_a_lost_reply_to_the_enqueue_of_a_call_runs_the_job_once(proxy: Pr
 # A server that restarts
 
 
-async def test_a_wait_outlives_a_restart_of_the_server(own_server: servers.Server) -> None:
+async def test_wait_continues_after_a_server_restart(own_server: servers.Server) -> None:
     app = Holdfast(own_server.url)
     release = asyncio.Event()
     started = asyncio.Event()
@@ -193,7 +191,7 @@ async def _result(task: Any) -> Any:
     return await handle.result(wait=30)
 
 
-async def test_a_job_that_ends_while_the_server_is_down_gives_its_result_later(own_server: servers.Server) -> None:
+async def test_result_of_a_run_that_ended_during_an_outage_arrives_later(own_server: servers.Server) -> None:
     app = Holdfast(f"{own_server.url}?timeout=0.3")  # The wait lasts longer than a single look may.
     release, started = asyncio.Event(), asyncio.Event()
 
@@ -215,7 +213,7 @@ async def test_a_job_that_ends_while_the_server_is_down_gives_its_result_later(o
         assert await waiting == "kept in hand"
 
 
-async def test_a_failure_that_ends_while_the_server_is_down_is_told_later(own_server: servers.Server) -> None:
+async def test_failure_during_a_server_outage_is_reported_later(own_server: servers.Server) -> None:
     app = Holdfast(own_server.url)
     release, started = asyncio.Event(), asyncio.Event()
 
@@ -240,7 +238,7 @@ async def test_a_failure_that_ends_while_the_server_is_down_is_told_later(own_se
 # A storage that is away for the whole wait
 
 
-async def test_a_wait_during_which_the_server_is_down_ends_in_time(own_server: servers.Server) -> None:
+async def test_wait_times_out_on_time_when_the_server_goes_down(own_server: servers.Server) -> None:
     async with Holdfast(own_server.url) as app:
         handle = await app.queue("q").enqueue(1)
         running = asyncio.create_task(timed_out_after(handle.result(wait=1)))
@@ -251,7 +249,7 @@ async def test_a_wait_during_which_the_server_is_down_ends_in_time(own_server: s
         assert await handle.state() is State.WAITING
 
 
-async def test_a_wait_that_begins_while_the_server_is_down_ends_in_time(own_server: servers.Server) -> None:
+async def test_wait_started_during_an_outage_times_out_on_time(own_server: servers.Server) -> None:
     async with Holdfast(own_server.url) as app:
         handle = await app.queue("q").enqueue(1)
         own_server.kill()
@@ -260,7 +258,7 @@ async def test_a_wait_that_begins_while_the_server_is_down_ends_in_time(own_serv
         own_server.start()
 
 
-async def test_a_wait_that_begins_while_the_server_is_down_gets_a_result_that_comes_in_time(
+async def test_wait_started_during_an_outage_gets_a_result_that_arrives_in_time(
     own_server: servers.Server,
 ) -> None:
     async with Holdfast(own_server.url) as app:
@@ -276,7 +274,7 @@ async def test_a_wait_that_begins_while_the_server_is_down_gets_a_result_that_co
         assert await waiting == "in time"
 
 
-async def test_a_wait_during_which_the_server_is_frozen_ends_in_time(own_server: servers.Server) -> None:
+async def test_wait_times_out_on_time_when_the_server_freezes(own_server: servers.Server) -> None:
     async with Holdfast(own_server.url) as app:
         handle = await app.queue("q").enqueue(1)
         during = asyncio.create_task(timed_out_after(handle.result(wait=1)))
@@ -290,7 +288,7 @@ async def test_a_wait_during_which_the_server_is_frozen_ends_in_time(own_server:
         assert await handle.state() is State.WAITING
 
 
-async def test_a_call_to_a_frozen_server_does_not_take_longer_than_asked(own_server: servers.Server) -> None:
+async def test_call_to_a_frozen_server_ends_within_its_wait(own_server: servers.Server) -> None:
     app = Holdfast(own_server.url)
 
     @app.stub(name="frozen")
@@ -309,7 +307,7 @@ async def test_a_call_to_a_frozen_server_does_not_take_longer_than_asked(own_ser
             own_server.resume()
 
 
-async def test_a_failure_is_told_even_if_the_server_goes_away_right_after(own_server: servers.Server) -> None:
+async def test_failure_is_reported_when_the_server_stops_right_after_it(own_server: servers.Server) -> None:
     async with Holdfast(own_server.url) as app:
         queue = app.queue("q")
         handle = await queue.enqueue(1)
@@ -325,7 +323,7 @@ async def test_a_failure_is_told_even_if_the_server_goes_away_right_after(own_se
         own_server.start()
 
 
-async def test_a_wait_while_the_file_is_locked_ends_in_time(tmp_path: Path) -> None:
+async def test_wait_times_out_on_time_while_the_file_is_locked(tmp_path: Path) -> None:
     async with Holdfast(f"sqlite:///{tmp_path}/jobs.db") as app:
         handle = await app.queue("q").enqueue(1)
         db = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
@@ -399,7 +397,7 @@ def workers(place: Place, tmp_path: Path) -> Iterator[Callable[[str], WorkerProc
         worker.kill()
 
 
-async def test_a_caller_gets_the_result_of_the_worker_that_took_over_from_a_dead_one(
+async def test_caller_gets_the_result_of_the_worker_that_replaced_a_dead_one(
     make_app: AppMaker, workers: Callable[[str], WorkerProcess]
 ) -> None:
     app = make_app()
@@ -421,7 +419,7 @@ async def test_a_caller_gets_the_result_of_the_worker_that_took_over_from_a_dead
         assert (info.state, info.stalls) == (State.COMPLETED, 1)
 
 
-async def test_a_wait_for_a_job_whose_only_worker_died_ends_in_time(
+async def test_wait_times_out_on_time_when_the_only_worker_died(
     make_app: AppMaker, workers: Callable[[str], WorkerProcess]
 ) -> None:
     async with make_app() as app:
@@ -435,7 +433,7 @@ async def test_a_wait_for_a_job_whose_only_worker_died_ends_in_time(
 # A storage that closes under a waiter
 
 
-async def test_an_app_that_is_closed_does_not_leave_its_waiters_hanging(make_app: AppMaker) -> None:
+async def test_closing_the_app_ends_its_waits(make_app: AppMaker) -> None:
     app = make_app()
     async with app:
         handle = await app.queue("q").enqueue(1)

@@ -69,7 +69,7 @@ async def gate() -> AsyncIterator[Gate]:
 # Results
 
 
-async def test_a_call_gives_what_the_handler_returned(app: Holdfast[Any]) -> None:
+async def test_call_returns_the_result_of_the_handler(app: Holdfast[Any]) -> None:
     @app.task(name="add")
     async def add(a: int, b: int = 3) -> int:
         return a + b
@@ -80,7 +80,7 @@ async def test_a_call_gives_what_the_handler_returned(app: Holdfast[Any]) -> Non
         assert await add.call(b=5, a=4) == 9
 
 
-async def test_a_sync_handler_answers_too(app: Holdfast[Any]) -> None:
+async def test_call_returns_the_result_of_a_sync_handler(app: Holdfast[Any]) -> None:
     @app.task(name="sync")
     def shout(word: str) -> str:
         return word.upper()
@@ -110,7 +110,7 @@ async def test_results_come_back_as_the_types_that_the_handler_declares(app: Hol
 
 
 @pytest.mark.parametrize("wait", [5, None, timedelta(seconds=5)])
-async def test_a_handler_that_returns_nothing_answers_none(app: Holdfast[Any], wait: Any) -> None:
+async def test_call_of_a_handler_without_return_value_gives_none(app: Holdfast[Any], wait: Any) -> None:
     @app.task(name="nothing")
     async def nothing() -> None:
         return None
@@ -121,7 +121,7 @@ async def test_a_handler_that_returns_nothing_answers_none(app: Holdfast[Any], w
         assert await handle.result(wait=wait) is None
 
 
-async def test_results_that_are_falsy_are_results(app: Holdfast[Any]) -> None:
+async def test_falsy_results_are_returned(app: Holdfast[Any]) -> None:
     @app.task(name="falsy")
     async def falsy(kind: str) -> Any:
         return {"zero": 0, "empty": "", "false": False, "list": [], "dict": {}}[kind]
@@ -154,7 +154,7 @@ async def test_many_calls_at_once_each_get_their_own_result(app: Holdfast[Any]) 
     assert results == [n * n for n in range(150)]
 
 
-async def test_a_handle_gives_its_result_again_and_again(app: Holdfast[Any]) -> None:
+async def test_handle_returns_its_result_repeatedly(app: Holdfast[Any]) -> None:
     @app.task(name="again")
     async def again() -> str:
         return "here"
@@ -185,7 +185,7 @@ async def test_a_result_crosses_from_the_worker_to_a_producer_in_another_app(mak
             assert await anything.result() == {"x": 10, "y": 1.0}
 
 
-async def test_a_job_enqueued_right_after_the_worker_started_does_not_wait_for_the_fallback(
+async def test_job_enqueued_right_after_worker_start_does_not_wait_for_polling(
     app: Holdfast[Any],
 ) -> None:
     @app.task(name="prompt")
@@ -236,7 +236,7 @@ async def test_all_callers_of_one_id_get_the_result_of_one_run(app: Holdfast[Any
     assert gate.started == ["monday"]
 
 
-async def test_with_keep_the_first_payload_decides_for_everybody(app: Holdfast[Any]) -> None:
+async def test_with_keep_all_callers_get_the_result_of_the_first_payload(app: Holdfast[Any]) -> None:
     @app.task(name="kept")
     async def kept(value: str) -> str:
         return value
@@ -288,7 +288,7 @@ async def _generation_after(app: Holdfast[Any], queue: str, id: str, generation:
     return job.run.next is not None and job.run.next.generation > generation
 
 
-async def test_a_new_run_does_not_hide_the_result_of_the_one_before(app: Holdfast[Any]) -> None:
+async def test_new_run_does_not_hide_the_result_of_the_previous_generation(app: Holdfast[Any]) -> None:
     @app.task(name="rerun")
     async def rerun(value: str) -> str:
         return value
@@ -328,7 +328,7 @@ class Broken(Exception):
     details: ClassVar[dict[str, int]] = {"code": 7}
 
 
-async def test_a_failure_says_what_happened_and_how_often_it_was_tried(app: Holdfast[Any]) -> None:
+async def test_failure_has_the_error_and_the_number_of_attempts(app: Holdfast[Any]) -> None:
     @app.task(name="fails", max_retries=2, min_backoff=0.01, max_backoff=0.01)
     async def fails(what: str) -> None:
         raise Broken(what)
@@ -343,7 +343,7 @@ async def test_a_failure_says_what_happened_and_how_often_it_was_tried(app: Hold
     assert isinstance(failed, HoldfastError)
 
 
-async def test_a_permanent_failure_is_told_at_once_and_also_afterwards(app: Holdfast[Any]) -> None:
+async def test_permanent_failure_is_raised_at_once_and_again_later(app: Holdfast[Any]) -> None:
     @app.task(name="never")
     async def never() -> None:
         raise PermanentError("no such user")
@@ -386,9 +386,7 @@ async def test_a_failed_id_that_is_asked_for_again_runs_again(app: Holdfast[Any]
         assert await mended.call(1) == "done"
 
 
-async def test_a_failure_of_an_earlier_generation_reaches_who_asked_for_that_one(
-    app: Holdfast[Any], gate: Gate
-) -> None:
+async def test_failure_of_an_earlier_generation_reaches_its_own_caller(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="mixed", singleton="{user}")
     async def mixed(user: int, fails: bool) -> str:
         await gate.pass_through()
@@ -493,7 +491,7 @@ async def test_a_cancel_of_a_running_job_stops_it_and_ends_the_wait(app: Holdfas
             await calling
 
 
-async def test_a_request_that_a_cancel_dropped_is_told_so_while_the_run_goes_on(app: Holdfast[Any], gate: Gate) -> None:
+async def test_request_dropped_by_cancel_ends_its_wait_while_the_run_continues(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="dropped", singleton="{user}")
     async def dropped(user: int, value: str) -> str:
         try:
@@ -517,7 +515,7 @@ async def test_a_request_that_a_cancel_dropped_is_told_so_while_the_run_goes_on(
     assert gate.started == ["first"]
 
 
-async def test_a_job_whose_record_is_gone_is_forgotten_and_not_none(app: Holdfast[Any]) -> None:
+async def test_result_of_a_missing_record_raises_job_forgotten(app: Holdfast[Any]) -> None:
     @app.task(name="gone", result_ttl=0.05)
     async def gone() -> int:
         return 1
@@ -566,7 +564,7 @@ async def test_a_wait_that_ends_leaves_the_job_alone(app: Holdfast[Any], gate: G
     assert len(gate.started) == 2
 
 
-async def test_a_wait_of_zero_looks_once(app: Holdfast[Any]) -> None:
+async def test_wait_of_zero_reads_once(app: Holdfast[Any]) -> None:
     @app.task(name="once")
     async def once() -> int:
         return 5
@@ -603,7 +601,7 @@ async def test_a_wait_can_be_given_up_by_cancelling_it(app: Holdfast[Any], gate:
         assert await app.queue("abandoned").result("x", type=str) == "still"
 
 
-async def test_a_result_that_is_not_kept_still_reaches_who_waits_for_it(app: Holdfast[Any], gate: Gate) -> None:
+async def test_result_with_a_ttl_of_zero_still_reaches_its_waiter(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="unkept", result_ttl=0)
     async def unkept() -> str:
         await gate.pass_through()
@@ -619,7 +617,7 @@ async def test_a_result_that_is_not_kept_still_reaches_who_waits_for_it(app: Hol
         assert await asyncio.gather(*calls, asking) == ["caught"] * 4
 
 
-async def test_a_result_that_nobody_waits_for_is_dropped_with_a_ttl_of_zero(app: Holdfast[Any]) -> None:
+async def test_result_with_a_ttl_of_zero_is_dropped_without_a_waiter(app: Holdfast[Any]) -> None:
     @app.task(name="fleeting", result_ttl=0)
     async def fleeting() -> str:
         return "unheard"
@@ -629,7 +627,7 @@ async def test_a_result_that_nobody_waits_for_is_dropped_with_a_ttl_of_zero(app:
         await until(lambda: _is_gone(handle))
 
 
-async def test_a_name_is_remembered_without_a_result_and_a_nameless_job_is_not(app: Holdfast[Any]) -> None:
+async def test_job_with_a_chosen_id_is_kept_without_a_result_and_others_are_not(app: Holdfast[Any]) -> None:
     @app.task(name="silent")
     async def silent() -> None: ...
 
@@ -644,7 +642,7 @@ async def test_a_name_is_remembered_without_a_result_and_a_nameless_job_is_not(a
 # Handles
 
 
-async def test_a_handle_tells_its_state_as_it_changes(app: Holdfast[Any], gate: Gate) -> None:
+async def test_handle_returns_the_current_state(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="states")
     async def states() -> int:
         await gate.pass_through()
@@ -666,7 +664,7 @@ async def test_a_handle_tells_its_state_as_it_changes(app: Holdfast[Any], gate: 
     assert await handle.cancel() is CancelResult.MISSING
 
 
-async def test_a_handle_hears_what_happens_to_its_job_and_to_no_other(app: Holdfast[Any], gate: Gate) -> None:
+async def test_handle_gets_only_the_events_of_its_own_job(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="heard", max_retries=1, min_backoff=0.01, max_backoff=0.01)
     async def heard() -> None:
         await gate.pass_through()
@@ -693,7 +691,7 @@ async def test_a_handle_hears_what_happens_to_its_job_and_to_no_other(app: Holdf
     assert heard_of[:3] == [EventKind.CLAIMED, EventKind.RETRIED, EventKind.CLAIMED]
 
 
-async def test_placed_tells_what_each_request_did(app: Holdfast[Any], gate: Gate) -> None:
+async def test_placed_says_what_each_request_did(app: Holdfast[Any], gate: Gate) -> None:
     @app.task(name="placed")
     async def placed(value: int) -> int:
         await gate.pass_through()
@@ -714,7 +712,7 @@ async def test_placed_tells_what_each_request_did(app: Holdfast[Any], gate: Gate
     assert (await update.enqueue(7)).placed is Placed.NEW
 
 
-async def test_raise_refuses_what_is_live_or_completed_and_takes_what_is_not(app: Holdfast[Any]) -> None:
+async def test_raise_refuses_live_and_completed_ids_and_accepts_others(app: Holdfast[Any]) -> None:
     @app.task(name="raises")
     async def raises(fails: bool) -> int:
         if fails:
@@ -735,7 +733,7 @@ async def test_raise_refuses_what_is_live_or_completed_and_takes_what_is_not(app
             await strict.call(False)
 
 
-async def test_an_id_may_be_bytes_that_are_no_text(app: Holdfast[Any]) -> None:
+async def test_id_may_be_bytes_that_are_not_text(app: Holdfast[Any]) -> None:
     @app.task(name="bytes")
     async def answer(n: int) -> int:
         return n
@@ -773,7 +771,7 @@ async def test_handles_come_in_the_order_of_the_requests_over_several_queues(app
     assert results == [f"{'two' if n % 3 else 'one'} {n}" for n in range(40)]
 
 
-async def test_more_than_one_call_takes_are_sent_in_order(app: Holdfast[Any]) -> None:
+async def test_batch_above_the_item_limit_of_a_call_is_sent_in_order(app: Holdfast[Any]) -> None:
     queue = app.queue("many")
     handles = await app.enqueue_many(queue.bind(n) for n in range(620))
     assert len({handle.id for handle in handles}) == 620
@@ -786,7 +784,7 @@ async def test_more_than_one_call_takes_are_sent_in_order(app: Holdfast[Any]) ->
         assert info.payload == n
 
 
-async def test_more_bytes_than_one_call_takes_are_sent_all_the_same(app: Holdfast[Any]) -> None:
+async def test_batch_above_the_byte_limit_of_a_call_is_sent(app: Holdfast[Any]) -> None:
     queue = app.queue("heavy")
     sizes = [400_000, 700_000, 1_048_576, 10, 999_999, 1, 300_000, 300_000, 300_000, 300_000]
     handles = await app.enqueue_many([queue.bind(bytes([n]) * size) for n, size in enumerate(sizes)])
@@ -824,7 +822,7 @@ async def test_options_travel_with_each_request_of_a_batch(app: Holdfast[Any]) -
     assert later.run_at - plain.run_at > timedelta(seconds=50)
 
 
-async def test_an_empty_batch_is_nothing(app: Holdfast[Any]) -> None:
+async def test_empty_batch_returns_no_handles(app: Holdfast[Any]) -> None:
     assert await app.enqueue_many([]) == []
     assert (await app.stats()).queues == []
 
@@ -838,7 +836,7 @@ async def test_a_batch_says_which_request_was_a_duplicate_only_if_asked(app: Hol
         await app.enqueue_many([queue.bind(1, id="x", on_conflict="raise"), queue.bind(2, id="z")])
 
 
-async def test_a_batch_takes_only_what_bind_gives(app: Holdfast[Any]) -> None:
+async def test_batch_accepts_only_bound_requests(app: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match=r"task\.bind"):
         await app.enqueue_many([{"not": "bound"}])  # type: ignore[arg-type]
     assert (await app.stats()).queues == []

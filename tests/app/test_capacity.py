@@ -35,7 +35,7 @@ class Gauge:
 
 
 @pytest.mark.storages("memory")
-async def test_a_tasks_concurrency_is_a_cap_that_is_used(app: App) -> None:
+async def test_task_concurrency_is_reached_and_not_exceeded(app: App) -> None:
     gauge = Gauge()
 
     @app.task(name="t", concurrency=3)
@@ -49,7 +49,7 @@ async def test_a_tasks_concurrency_is_a_cap_that_is_used(app: App) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_a_cap_holds_for_sync_runs(app: App) -> None:
+async def test_task_concurrency_limits_sync_runs(app: App) -> None:
     lock = threading.Lock()
     running: list[int] = [0, 0, 0]
 
@@ -88,7 +88,7 @@ async def test_a_workers_concurrency_limits_all_its_queues_together(app: App) ->
 
 
 @pytest.mark.storages("memory")
-async def test_runs_take_as_much_of_the_worker_as_their_size_says(app: App) -> None:
+async def test_runs_use_capacity_of_the_worker_by_their_size(app: App) -> None:
     gauge = Gauge()
 
     @app.task(name="t", size=300)
@@ -151,7 +151,7 @@ async def test_the_queue_of_higher_priority_goes_first(app: App) -> None:
     assert order == ["high"] * 5 + ["low"] * 5
 
 
-async def test_the_lowest_queue_has_its_turn_while_a_higher_one_is_never_empty(app: App) -> None:
+async def test_lowest_queue_is_served_while_a_higher_one_is_never_empty(app: App) -> None:
     order: list[str] = []
 
     @app.task(name="a", queue_priority=10)
@@ -171,7 +171,7 @@ async def test_the_lowest_queue_has_its_turn_while_a_higher_one_is_never_empty(a
     assert order.index("low") <= 64
 
 
-async def test_queues_of_one_priority_share_a_worker_with_one_place(app: App) -> None:
+async def test_queues_of_one_priority_share_a_worker_with_concurrency_one(app: App) -> None:
     counts: Counter[str] = Counter()
     stop = False
 
@@ -194,7 +194,7 @@ async def test_queues_of_one_priority_share_a_worker_with_one_place(app: App) ->
     assert min(counts["a"], counts["b"]) >= 40
 
 
-async def test_every_queue_of_the_lowest_priority_has_its_turn(app: App) -> None:
+async def test_every_queue_of_the_lowest_priority_is_served(app: App) -> None:
     counts: Counter[str] = Counter()
     stop = False
 
@@ -224,7 +224,7 @@ async def test_every_queue_of_the_lowest_priority_has_its_turn(app: App) -> None
     assert counts["b"] > 0
 
 
-async def test_a_slow_queue_does_not_keep_another_from_running(app: App) -> None:
+async def test_slow_queue_does_not_block_another(app: App) -> None:
     slow_runs = Gauge()
     quick: list[int] = []
 
@@ -244,7 +244,7 @@ async def test_a_slow_queue_does_not_keep_another_from_running(app: App) -> None
         assert slow_runs.now == 5
 
 
-async def test_a_place_that_is_freed_is_given_away_at_once(app: App) -> None:
+async def test_freed_capacity_is_used_at_once(app: App) -> None:
     gauge = Gauge()
 
     @app.task(name="t", concurrency=1)
@@ -328,7 +328,7 @@ async def test_a_paused_queue_keeps_its_jobs_and_runs_go_on(app: App) -> None:
         assert await second.result(wait=10) == 2
 
 
-async def test_a_paused_queue_costs_its_neighbours_nothing(app: App) -> None:
+async def test_paused_queue_does_not_slow_other_queues(app: App) -> None:
     done: list[int] = []
 
     @app.task(name="a")
@@ -362,7 +362,7 @@ async def test_a_worker_with_many_queues_serves_them_all(app: App) -> None:
 
 
 @pytest.mark.parametrize("burst", [False, True])
-async def test_a_worker_that_waits_for_a_run_or_for_work_does_not_spin(app: App, burst: bool) -> None:
+async def test_waiting_worker_does_not_busy_loop(app: App, burst: bool) -> None:
     @app.task(name="t")
     async def work() -> None:
         await asyncio.sleep(1.8)

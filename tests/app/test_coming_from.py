@@ -68,7 +68,7 @@ def test_every_system_has_an_example() -> None:
     assert list(examples()) == ["Queasy", "Platformatic job-queue", "Redis Work Queue", "Worqr"]
 
 
-def test_every_name_in_the_tables_is_one_of_ours() -> None:
+def test_every_name_in_the_tables_exists_in_the_package() -> None:
     """What the middle column calls on a queue, a lease, a handle or the app is really there."""
     owners = {"queue": holdfast.Queue, "handle": holdfast.Handle, "app": holdfast.Holdfast, "task": holdfast.Task}
     instance = {"id", "placed", "payload", "fence", "attempt", "deadline", "settled", "cancel_asked"}
@@ -130,7 +130,7 @@ async def test_platformatics_request_and_response_is_shared_and_remembered(capsy
         assert job.state is State.COMPLETED
 
 
-async def test_platformatics_failure_is_told_with_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_platformatics_failure_has_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
     class Unreadable(Exception):
         kind = "permanent"
 

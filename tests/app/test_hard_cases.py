@@ -40,7 +40,7 @@ App = Holdfast[Any]
 @pytest.mark.parametrize(
     "error", [JobError(type="X", message="m", details={1: object()}), JobError(type="X", message="\ud800")]
 )
-async def test_an_error_that_cannot_be_stored_is_the_mistake_of_the_hook_and_the_job_fails_with_its_own(
+async def test_hook_error_that_cannot_be_stored_is_reported_and_the_job_keeps_its_error(
     app: App, error: JobError
 ) -> None:
     told: list[str] = []
@@ -67,7 +67,7 @@ async def test_an_error_that_cannot_be_stored_is_the_mistake_of_the_hook_and_the
     assert "after_execution" in told[0]
 
 
-async def test_an_end_is_remembered_for_as_long_as_a_hook_says_even_if_the_job_has_no_name_and_no_result(
+async def test_ttl_set_by_a_hook_keeps_a_job_without_chosen_id_and_without_result(
     app: App,
 ) -> None:
     @app.after_execution
@@ -82,7 +82,7 @@ async def test_an_end_is_remembered_for_as_long_as_a_hook_says_even_if_the_job_h
     assert await handle.state() is State.COMPLETED
 
 
-async def test_middleware_that_waits_after_a_sync_handler_has_raised_is_cancelled_at_the_timeout(app: App) -> None:
+async def test_middleware_waiting_after_a_sync_handler_raised_is_cancelled_at_timeout(app: App) -> None:
     ended: list[str] = []
 
     @app.middleware
@@ -131,7 +131,7 @@ async def test_a_quick_stop_does_not_wait_for_a_heartbeat_that_hangs(place: Plac
         assert faults.done["announce", "w"] == 0
 
 
-async def test_a_run_that_stumbles_on_its_way_out_of_a_shutdown_is_not_counted(app: App) -> None:
+async def test_run_that_raises_when_cancelled_by_shutdown_is_not_counted(app: App) -> None:
     begun = asyncio.Event()
 
     @app.task(name="t", max_retries=0)
@@ -150,7 +150,7 @@ async def test_a_run_that_stumbles_on_its_way_out_of_a_shutdown_is_not_counted(a
     assert (job.state, job.retries, job.stalls, job.error) == (State.WAITING, 0, 0, None)
 
 
-async def test_a_run_that_says_while_it_is_shut_down_that_it_can_never_succeed_has_failed(app: App) -> None:
+async def test_permanent_error_raised_during_shutdown_fails_the_job(app: App) -> None:
     begun = asyncio.Event()
 
     @app.task(name="t")
@@ -170,7 +170,7 @@ async def test_a_run_that_says_while_it_is_shut_down_that_it_can_never_succeed_h
 # Beats
 
 
-async def test_progress_that_the_storage_refuses_costs_no_lease(place: Place) -> None:
+async def test_progress_refused_by_the_storage_does_not_lose_the_lease(place: Place) -> None:
     faults = Faults()
     shaky = faulty_app(place, faults, max_payload=100)
     over = asyncio.Event()
@@ -195,7 +195,7 @@ async def test_progress_that_the_storage_refuses_costs_no_lease(place: Place) ->
             over.set()
 
 
-async def test_progress_that_fits_is_heard_after_progress_that_did_not(place: Place) -> None:
+async def test_small_progress_is_stored_after_too_large_progress(place: Place) -> None:
     faults = Faults()
     shaky = faulty_app(place, faults, max_payload=100)
     refused = asyncio.Event()
@@ -225,7 +225,7 @@ async def test_progress_that_fits_is_heard_after_progress_that_did_not(place: Pl
 # Pulling
 
 
-async def test_a_job_that_was_claimed_for_a_caller_who_has_left_is_given_back(place: Place, app: App) -> None:
+async def test_job_claimed_for_a_cancelled_lease_call_is_given_back(place: Place, app: App) -> None:
     faults = Faults()
     async with faulty_app(place, faults) as shaky:
         handle = await shaky.queue("q").enqueue(1)
@@ -244,9 +244,7 @@ async def test_a_job_that_was_claimed_for_a_caller_who_has_left_is_given_back(pl
         assert (await app.queue("q").stats()).totals.get("stalled", 0) == 0
 
 
-async def test_a_caller_who_leaves_while_the_storage_fails_is_cancelled_and_sees_no_other_error(
-    place: Place, app: App
-) -> None:
+async def test_lease_call_cancelled_while_the_storage_fails_raises_only_cancelled_error(place: Place, app: App) -> None:
     faults = Faults()
 
     async def fails_late() -> None:
@@ -265,9 +263,7 @@ async def test_a_caller_who_leaves_while_the_storage_fails_is_cancelled_and_sees
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-async def test_a_block_that_is_left_because_the_program_ends_gives_its_job_back_uncounted(
-    app: App, error: type[BaseException]
-) -> None:
+async def test_block_left_by_program_exit_gives_its_job_back_uncounted(app: App, error: type[BaseException]) -> None:
     queue = app.queue("q", max_retries=0)
     handle = await queue.enqueue(1)
     with pytest.raises(error):
@@ -296,7 +292,9 @@ def test_a_blocking_block_that_is_interrupted_gives_its_job_back_uncounted(place
 
 
 @pytest.mark.storages("sqlite")
-async def test_without_sockets_those_who_watch_are_told_no_tales(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_contain_nothing_false_when_sockets_are_unavailable(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_sockets(*args: object) -> None:
         raise OSError("no sockets here")
 
@@ -315,7 +313,7 @@ async def enqueue_elsewhere(place: Place) -> None:
 
 
 @pytest.mark.storages("valkey")
-async def test_after_a_cut_connection_those_who_watch_are_told_no_tales(place: Place) -> None:
+async def test_events_contain_nothing_false_after_a_cut_connection(place: Place) -> None:
     server = shared("valkey")
     assert server is not None
     async with (
@@ -385,9 +383,7 @@ async def watch_while(app: App, happens: Callable[[], Awaitable[None]]) -> None:
         ({"min_backoff": 1, "max_backoff": 5}, 1_000, 5_000),
     ],
 )
-def test_the_backoff_that_is_not_given_gives_way_to_the_one_that_is(
-    options: dict[str, Any], least_ms: int, most_ms: int
-) -> None:
+def test_default_backoff_bound_adapts_to_the_given_bound(options: dict[str, Any], least_ms: int, most_ms: int) -> None:
     app = Holdfast("memory://")
     app.task(name="t", **options)(nothing)
     (handler,) = app._served("t")
@@ -397,12 +393,12 @@ def test_the_backoff_that_is_not_given_gives_way_to_the_one_that_is(
 def nothing() -> None: ...
 
 
-def test_the_backoff_of_a_queue_is_never_longer_than_its_longest() -> None:
+def test_backoff_of_a_queue_is_at_most_its_maximum() -> None:
     policy = Holdfast("memory://").queue("q", min_backoff=7_200)._config.policy
     assert (policy.min_backoff_ms, policy.max_backoff_ms) == (7_200_000, 7_200_000)
 
 
-def test_a_longest_backoff_below_the_least_is_refused_of_tasks_and_queues() -> None:
+def test_max_backoff_below_min_backoff_is_refused_for_tasks_and_queues() -> None:
     app = Holdfast("memory://")
     with pytest.raises(OptionError, match="less than min_backoff"):
         app.task(name="t", min_backoff=10, max_backoff=5)(nothing)
@@ -410,7 +406,7 @@ def test_a_longest_backoff_below_the_least_is_refused_of_tasks_and_queues() -> N
         app.queue("q", min_backoff=10, max_backoff=5)
 
 
-def test_an_option_that_is_none_is_not_given() -> None:
+def test_option_of_none_means_the_default() -> None:
     app = Holdfast("memory://")
 
     @app.task(name="t", priority=7)
@@ -425,7 +421,7 @@ def test_an_option_that_is_none_is_not_given() -> None:
     assert app.queue("q").bind(1, priority=None).request.work == app.queue("q").bind(1).request.work  # type: ignore[arg-type]
 
 
-def test_a_job_of_a_task_that_runs_at_most_once_cannot_ask_for_retries() -> None:
+def test_job_of_an_at_most_once_task_cannot_ask_for_retries() -> None:
     app = Holdfast("memory://")
 
     @app.task(name="t", delivery="at_most_once")
@@ -449,7 +445,7 @@ async def test_a_worker_refuses_to_start_with_a_parameter_whose_name_cannot_be_r
 # Rehearsals
 
 
-async def test_a_second_rehearsal_within_one_is_refused_and_the_first_goes_on(app: App) -> None:
+async def test_nested_rehearsal_is_refused_and_the_outer_continues(app: App) -> None:
     ran: list[int] = []
 
     @app.task(name="t")
@@ -470,7 +466,7 @@ async def test_a_second_rehearsal_within_one_is_refused_and_the_first_goes_on(ap
 
 
 @pytest.mark.storages("memory")
-async def test_a_run_that_never_ends_and_a_job_that_needs_all_the_room_do_not_stop_the_worker(app: App) -> None:
+async def test_endless_run_and_job_of_full_size_do_not_stop_the_worker(app: App) -> None:
     over = threading.Event()
 
     @app.task(name="stuck", timeout=0.1, cancel_grace=0.1, max_timeouts=0)

@@ -731,7 +731,7 @@ def _judge_cancels(history: History, by_id: dict[tuple[str, str], list[Ran]], te
 
 
 @pytest.mark.parametrize("seed", seeds())
-async def test_every_history_keeps_every_promise(
+async def test_every_random_history_keeps_all_guarantees(
     app: Holdfast[Any], make_app: Callable[..., Holdfast[Any]], seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -37,7 +37,7 @@ MakeApp = Callable[..., App]
 # Resources
 
 
-async def test_resources_are_made_once_per_worker_and_left_after_its_runs(make_app: MakeApp) -> None:
+async def test_resources_are_opened_once_per_worker_and_closed_after_its_runs(make_app: MakeApp) -> None:
     log: list[str] = []
 
     @asynccontextmanager
@@ -71,7 +71,7 @@ async def test_resources_are_made_once_per_worker_and_left_after_its_runs(make_a
         assert log[5:] == ["enter", "run", "leave"]
 
 
-async def test_resources_are_left_after_runs_that_a_shutdown_cancelled(make_app: MakeApp) -> None:
+async def test_resources_are_closed_after_runs_cancelled_by_a_shutdown(make_app: MakeApp) -> None:
     log: list[str] = []
     started = asyncio.Event()
 
@@ -97,7 +97,7 @@ async def test_resources_are_left_after_runs_that_a_shutdown_cancelled(make_app:
         assert log == ["cleaned up", "leave"]
 
 
-async def test_a_worker_whose_resources_cannot_be_made_does_not_start(make_app: MakeApp) -> None:
+async def test_worker_does_not_start_when_its_resources_fail(make_app: MakeApp) -> None:
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
         raise ConnectionError("no database")
@@ -117,7 +117,7 @@ async def test_a_worker_whose_resources_cannot_be_made_does_not_start(make_app: 
 # Middleware
 
 
-async def test_middleware_goes_around_runs_in_the_order_it_was_added(app: App) -> None:
+async def test_middleware_wraps_runs_in_the_order_it_was_added(app: App) -> None:
     log: list[str] = []
 
     @app.middleware
@@ -176,7 +176,7 @@ async def test_middleware_sees_errors_may_swallow_them_and_may_raise(app: App) -
     assert seen == ["from the handler"]
 
 
-async def test_what_middleware_sets_in_the_context_the_handler_sees(app: App) -> None:
+async def test_handler_sees_context_values_set_by_middleware(app: App) -> None:
     import contextvars
 
     tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant")
@@ -199,7 +199,7 @@ async def test_what_middleware_sets_in_the_context_the_handler_sees(app: App) ->
         assert await sync_work.using(id="k", wait=10).call() == "tenant of k"
 
 
-async def test_middleware_goes_around_fail_handlers_too(app: App) -> None:
+async def test_middleware_wraps_fail_handlers(app: App) -> None:
     queues: list[str] = []
     told: list[Failure] = []
 
@@ -225,7 +225,7 @@ async def test_middleware_goes_around_fail_handlers_too(app: App) -> None:
 # after_execution
 
 
-async def test_after_execution_is_told_of_the_end_of_a_job(app: App) -> None:
+async def test_after_execution_hook_gets_the_execution_of_a_job(app: App) -> None:
     told: list[Execution] = []
 
     @app.after_execution
@@ -279,7 +279,7 @@ async def test_after_execution_may_change_the_result_and_how_long_it_is_kept(app
 
 
 @pytest.mark.storages("memory", "sqlite", "valkey")
-async def test_a_caller_gets_the_result_that_after_execution_made(app: App) -> None:
+async def test_caller_gets_the_result_set_by_after_execution(app: App) -> None:
     @app.after_execution
     def change(execution: Execution) -> None:
         execution.result *= 2
@@ -322,7 +322,7 @@ async def test_after_execution_may_change_the_error(app: App) -> None:
 
 
 @pytest.mark.parametrize("report_error", ["raises", "raises later", "negative ttl", "no ttl", "no error"])
-async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, report_error: str) -> None:
+async def test_after_execution_hook_that_raises_changes_nothing(app: App, report_error: str) -> None:
     errors: list[tuple[BaseException, str]] = []
 
     @app.on_error
@@ -369,7 +369,7 @@ async def test_an_after_execution_that_goes_wrong_changes_nothing(app: App, repo
 # on_event
 
 
-async def test_events_tell_what_a_worker_did_in_order(app: App) -> None:
+async def test_events_list_the_steps_of_a_run_in_order(app: App) -> None:
     events: list[RunEvent] = []
 
     @app.on_event
@@ -403,7 +403,7 @@ async def test_events_tell_what_a_worker_did_in_order(app: App) -> None:
     assert events[3].seconds >= 0.04
 
 
-async def test_events_of_completed_and_released_runs(app: App) -> None:
+async def test_completed_and_released_runs_have_events(app: App) -> None:
     events: list[tuple[str, EventKind]] = []
     started = asyncio.Event()
 
@@ -427,7 +427,7 @@ async def test_events_of_completed_and_released_runs(app: App) -> None:
     ]
 
 
-async def test_an_event_hook_that_fails_or_is_slow_holds_nothing_up(app: App) -> None:
+async def test_failing_or_slow_event_hook_does_not_delay_the_worker(app: App) -> None:
     errors: list[str] = []
     seen: dict[str, list[str]] = defaultdict(list)
     go_on = asyncio.Event()
@@ -463,7 +463,7 @@ async def test_an_event_hook_that_fails_or_is_slow_holds_nothing_up(app: App) ->
 # on_error
 
 
-async def test_an_error_hook_that_fails_does_no_harm(app: App) -> None:
+async def test_failing_error_hook_does_not_affect_the_worker(app: App) -> None:
     told: list[str] = []
 
     @app.on_error
@@ -485,7 +485,7 @@ async def test_an_error_hook_that_fails_does_no_harm(app: App) -> None:
     assert len(told) == 2
 
 
-async def test_without_an_error_hook_trouble_is_logged(app: App, caplog: pytest.LogCaptureFixture) -> None:
+async def test_worker_errors_are_logged_without_an_error_hook(app: App, caplog: pytest.LogCaptureFixture) -> None:
     @app.after_execution
     def wrong(execution: Execution) -> None:
         raise LookupError("nobody listens")
@@ -499,7 +499,7 @@ async def test_without_an_error_hook_trouble_is_logged(app: App, caplog: pytest.
     assert "nobody listens" in caplog.text
 
 
-async def test_a_jobs_own_failure_is_no_trouble_of_the_worker(app: App) -> None:
+async def test_failure_of_a_job_does_not_call_the_error_hook(app: App) -> None:
     told: list[str] = []
 
     @app.on_error

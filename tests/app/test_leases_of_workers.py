@@ -83,7 +83,7 @@ def first_claim_is_answered_late(app: App, monkeypatch: pytest.MonkeyPatch, seco
     monkeypatch.setattr(app.storage, "claim", answered_late)
 
 
-async def test_a_claim_that_is_answered_when_its_lease_is_over_is_not_begun(
+async def test_job_whose_claim_reply_arrives_after_its_lease_is_not_started(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another may have the job by then."""
@@ -100,7 +100,7 @@ async def test_a_claim_that_is_answered_when_its_lease_is_over_is_not_begun(
     assert attempts == [2]
 
 
-async def test_a_lease_that_was_over_before_it_was_heard_of_is_given_to_nobody(
+async def test_lease_call_does_not_return_a_lease_that_expired_before_the_reply(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_claim_is_answered_late(app, monkeypatch, 1.2 * LEASE_S)
@@ -111,7 +111,7 @@ async def test_a_lease_that_was_over_before_it_was_heard_of_is_given_to_nobody(
     assert await lease.complete()
 
 
-async def test_a_worker_that_is_full_takes_back_what_others_died_with(app: App) -> None:
+async def test_full_worker_takes_back_jobs_of_dead_workers(app: App) -> None:
     go_on = asyncio.Event()
     started = asyncio.Event()
 
@@ -137,7 +137,7 @@ async def test_a_worker_that_is_full_takes_back_what_others_died_with(app: App) 
         await until(lambda: _done(app))
 
 
-async def test_a_job_that_stalls_too_often_fails_and_is_told(app: App) -> None:
+async def test_job_that_stalls_too_often_fails_and_its_fail_handler_runs(app: App) -> None:
     runs: list[int] = []
     told: list[Failure] = []
 
@@ -244,7 +244,9 @@ async def test_a_handler_that_blocks_the_loop_keeps_its_lease(app: App, make_app
     assert (await app.queue("t").stats()).totals.get("stalled", 0) == 0
 
 
-async def test_a_run_that_blocks_the_loop_past_its_timeout_goes_on_elsewhere(app: App, make_app: MakeApp) -> None:
+async def test_run_that_blocks_the_loop_past_its_timeout_is_retried_by_another_worker(
+    app: App, make_app: MakeApp
+) -> None:
     blocked = threading.Event()
     done_elsewhere = threading.Event()
     seen: list[bool] = []
@@ -340,7 +342,7 @@ async def test_an_async_run_whose_lease_is_lost_is_cancelled_and_its_result_refu
     assert seen == ["lease_lost"]
 
 
-async def test_a_sync_run_whose_lease_is_lost_sees_it(app: App) -> None:
+async def test_sync_run_can_see_that_its_lease_is_lost(app: App) -> None:
     seen: list[str | None] = []
     started = threading.Event()
 
@@ -366,7 +368,7 @@ async def test_a_sync_run_whose_lease_is_lost_sees_it(app: App) -> None:
     assert seen == ["lease_lost"]
 
 
-async def test_a_run_that_completes_before_it_hears_that_its_lease_is_lost_is_refused(app: App) -> None:
+async def test_completion_after_an_unnoticed_lost_lease_is_refused(app: App) -> None:
     started = asyncio.Event()
     go_on = asyncio.Event()
 

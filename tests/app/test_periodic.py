@@ -182,7 +182,7 @@ async def test_a_unique_job_runs_once_and_later_callers_get_its_result(app: App)
 # Periodic jobs
 
 
-async def test_a_periodic_job_goes_on_and_never_multiplies(app: App, make_app: MakeApp) -> None:
+async def test_periodic_job_repeats_and_never_duplicates(app: App, make_app: MakeApp) -> None:
     watch = Watch()
     times: list[float] = []
 
@@ -227,7 +227,7 @@ async def test_a_periodic_job_survives_its_failures(app: App) -> None:
     await app.queue("t").purge()
 
 
-async def test_a_periodic_job_survives_exhausted_retries_and_its_fail_handler_is_told(app: App) -> None:
+async def test_periodic_job_survives_exhausted_retries_and_its_fail_handler_runs(app: App) -> None:
     told: list[int] = []
     retries: list[int] = []
 
@@ -272,7 +272,7 @@ async def test_a_periodic_job_survives_restarts_of_its_worker(app: App) -> None:
     await app.queue("t").purge()
 
 
-async def test_a_periodic_job_survives_a_worker_that_dies_at_it(app: App) -> None:
+async def test_periodic_job_survives_the_death_of_its_worker(app: App) -> None:
     watch = Watch()
 
     @app.task(name="t", singleton="tick")

@@ -31,7 +31,7 @@ async def info_of(queue: Queue, id: str) -> JobInfo:
 # A lease
 
 
-async def test_a_lease_tells_what_it_is_for(app: Holdfast[Any]) -> None:
+async def test_lease_has_the_fields_of_its_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue({"to": "ada"}, id="a")
     began = datetime.now(UTC)
@@ -98,13 +98,13 @@ async def test_many_pullers_get_each_job_once(make_app: AppMaker) -> None:
 # Waiting
 
 
-async def test_a_wait_of_zero_looks_once(app: Holdfast[Any]) -> None:
+async def test_wait_of_zero_reads_once(app: Holdfast[Any]) -> None:
     began = time.monotonic()
     assert await app.queue("q").lease(wait=0) is None
     assert time.monotonic() - began < 2
 
 
-async def test_a_wait_without_a_job_ends_when_it_was_told_to(app: Holdfast[Any]) -> None:
+async def test_lease_wait_without_a_job_ends_after_its_time(app: Holdfast[Any]) -> None:
     began = time.monotonic()
     assert await app.queue("q").lease(wait=0.3) is None
     assert 0.29 <= time.monotonic() - began < 2
@@ -149,7 +149,7 @@ async def test_a_delayed_job_that_arrives_during_the_wait_is_taken_at_its_time(a
     assert datetime.now(UTC) - info.run_at < timedelta(seconds=1.2)
 
 
-async def test_a_wait_for_ever_goes_on_until_there_is_a_job(app: Holdfast[Any]) -> None:
+async def test_endless_wait_continues_until_there_is_a_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     waiting = asyncio.create_task(queue.lease(wait=None))
     await asyncio.sleep(0.3)
@@ -158,7 +158,7 @@ async def test_a_wait_for_ever_goes_on_until_there_is_a_job(app: Holdfast[Any]) 
     assert (await asyncio.wait_for(waiting, 10)) is not None
 
 
-async def test_a_wait_for_ever_can_be_cancelled(app: Holdfast[Any]) -> None:
+async def test_endless_wait_can_be_cancelled(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     waiting = asyncio.create_task(queue.lease(wait=None))
     await asyncio.sleep(0.1)
@@ -186,7 +186,7 @@ async def test_a_lease_that_expires_during_the_wait_of_another_passes_on(app: Ho
 # Completing
 
 
-async def test_of_many_who_complete_one_is_told_true(app: Holdfast[Any]) -> None:
+async def test_exactly_one_of_many_concurrent_completions_returns_true(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     for n in range(5):
         await queue.enqueue(n, id=f"{n}")
@@ -197,7 +197,7 @@ async def test_of_many_who_complete_one_is_told_true(app: Holdfast[Any]) -> None
     assert (await queue.stats()).totals["completed"] == 5
 
 
-async def test_a_lease_is_settled_once_in_whatever_way(app: Holdfast[Any]) -> None:
+async def test_lease_is_settled_only_once(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     ways: list[Callable[[Lease], Any]] = [
         lambda lease: lease.complete(),
@@ -216,7 +216,7 @@ async def test_a_lease_is_settled_once_in_whatever_way(app: Holdfast[Any]) -> No
         assert not await lease.extend()
 
 
-async def test_a_late_completion_counts_while_nobody_else_has_the_job(app: Holdfast[Any]) -> None:
+async def test_late_completion_counts_while_the_job_has_no_new_lease(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue, seconds=0.1)
@@ -226,7 +226,7 @@ async def test_a_late_completion_counts_while_nobody_else_has_the_job(app: Holdf
     assert await queue.result("a") == "late, but alone"
 
 
-async def test_a_completion_after_the_lease_passed_on_changes_nothing(app: Holdfast[Any]) -> None:
+async def test_completion_after_the_lease_moved_changes_nothing(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     first = await leased(queue, seconds=0.1)
@@ -245,7 +245,7 @@ async def _taken_back(queue: Queue, id: str) -> bool:
     return (await info_of(queue, id)).state is State.WAITING
 
 
-async def test_complete_first_runs_a_job_at_most_once(make_app: AppMaker) -> None:
+async def test_completing_before_the_work_runs_a_job_at_most_once(make_app: AppMaker) -> None:
     apps = [make_app(), make_app()]
     async with apps[0], apps[1]:
         done: list[int] = []
@@ -260,7 +260,7 @@ async def test_complete_first_runs_a_job_at_most_once(make_app: AppMaker) -> Non
         assert sorted(done) == list(range(20))
 
 
-async def test_a_result_that_cannot_be_sent_leaves_the_lease_as_it_was(app: Holdfast[Any]) -> None:
+async def test_result_that_cannot_be_encoded_leaves_the_lease_unchanged(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue)
@@ -270,7 +270,7 @@ async def test_a_result_that_cannot_be_sent_leaves_the_lease_as_it_was(app: Hold
     assert await lease.complete("good")
 
 
-async def test_a_job_that_nobody_named_is_dropped_when_it_is_done(app: Holdfast[Any]) -> None:
+async def test_job_with_a_generated_id_is_dropped_at_completion(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     nameless = await queue.enqueue(1)
     assert await (await leased(queue)).complete()
@@ -311,7 +311,7 @@ async def test_a_lease_that_is_extended_is_never_taken_back(app: Holdfast[Any]) 
     assert (await queue.stats()).totals.get("stalled", 0) == 0
 
 
-async def test_progress_is_seen_by_whoever_looks(app: Holdfast[Any]) -> None:
+async def test_progress_is_visible_to_other_clients(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue)
@@ -323,7 +323,7 @@ async def test_progress_is_seen_by_whoever_looks(app: Holdfast[Any]) -> None:
         await lease.extend(progress=object())
 
 
-async def test_an_extension_tells_of_a_cancel(app: Holdfast[Any]) -> None:
+async def test_extend_reports_a_cancel_request(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue)
@@ -339,7 +339,7 @@ async def test_an_extension_tells_of_a_cancel(app: Holdfast[Any]) -> None:
 # Retry, fail, release
 
 
-async def test_a_retry_comes_back_at_once_unless_told_when(app: Holdfast[Any]) -> None:
+async def test_retry_is_due_at_once_without_a_delay(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     assert await (await leased(queue)).retry()
@@ -365,7 +365,7 @@ async def test_a_retry_may_name_a_point_in_time(app: Holdfast[Any]) -> None:
     assert info.error.message == "not before then"
 
 
-async def test_a_retry_refuses_two_times_and_naive_ones(app: Holdfast[Any]) -> None:
+async def test_retry_refuses_two_times_and_naive_times(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await leased(queue)
@@ -422,7 +422,7 @@ async def test_a_limit_of_two_retries_allows_two(app: Holdfast[Any]) -> None:
     assert (raised.value.kind, raised.value.attempts) == ("retriable", 3)
 
 
-async def test_a_jobs_own_limit_goes_before_the_queues(app: Holdfast[Any]) -> None:
+async def test_limit_of_a_job_overrides_the_limit_of_the_queue(app: Holdfast[Any]) -> None:
     queue = app.queue("q", max_retries=50)
     await queue.enqueue(1, id="a", max_retries=0)
     assert await (await leased(queue)).retry()
@@ -485,7 +485,7 @@ async def test_a_block_without_a_job_gets_none(app: Holdfast[Any]) -> None:
         assert lease is None
 
 
-async def test_a_block_that_raises_retries_its_job_and_lets_the_error_out(app: Holdfast[Any]) -> None:
+async def test_block_that_raises_retries_its_job_and_reraises(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a", max_retries=1)
     for _ in range(2):
@@ -516,7 +516,7 @@ async def test_a_block_that_is_cancelled_releases_its_job(app: Holdfast[Any]) ->
     assert (info.state, info.retries, info.stalls) == (State.WAITING, 0, 0)
 
 
-async def test_a_block_leaves_a_lease_alone_that_was_settled_in_it(app: Holdfast[Any]) -> None:
+async def test_block_does_not_settle_a_lease_settled_inside(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     await queue.enqueue(1, id="b")

@@ -63,7 +63,7 @@ async def complete_one(queue: Queue, result: object = None) -> None:
     "payload",
     [None, True, 0, -1.5, "", "ünïcode ✓", [], {}, [1, [2, {"a": None}]], {"to": "ada", "n": 1}, b"", b"\x00\xff"],
 )
-async def test_any_json_value_and_any_bytes_come_back_as_they_were(app: Holdfast[Any], payload: Any) -> None:
+async def test_json_values_and_bytes_are_returned_unchanged(app: Holdfast[Any], payload: Any) -> None:
     queue = app.queue("q")
     handle = await queue.enqueue(payload)
     stored = await payload_of(queue, handle.id)
@@ -86,7 +86,7 @@ async def test_dataclasses_and_times_are_sent_as_json(app: Holdfast[Any]) -> Non
     assert await payload_of(queue, "a") == {"letter": {"to": "ada", "pages": 2}, "at": "2026-01-02T00:00:00Z"}
 
 
-async def test_a_payload_that_cannot_be_read_comes_as_bytes(make_app: AppMaker) -> None:
+async def test_payload_that_cannot_be_decoded_is_returned_as_bytes(make_app: AppMaker) -> None:
     class Rot13:
         name = "rot13"
 
@@ -108,7 +108,7 @@ async def test_a_payload_that_cannot_be_read_comes_as_bytes(make_app: AppMaker) 
         assert await payload_of(ignorant.queue("q"), "a") == "secret"
 
 
-async def test_json_that_another_language_wrote_badly_comes_as_bytes(app: Holdfast[Any]) -> None:
+async def test_malformed_json_is_returned_as_bytes(app: Holdfast[Any]) -> None:
     from holdfast._core.jobs import Request, Work
 
     await app.storage.enqueue("q", [Request("a", Work(b'{"open": ', "json"), custom_id=True)])
@@ -167,7 +167,7 @@ async def test_a_conflict_is_kept_updated_or_raised_as_asked(app: Holdfast[Any])
     assert (after.payload, after.run_at) == (4, before.run_at)
 
 
-async def test_a_queue_feeds_a_task_of_the_same_name(app: Holdfast[Any]) -> None:
+async def test_job_of_a_queue_runs_the_task_of_the_same_name(app: Holdfast[Any]) -> None:
     @app.task(name="letters")
     async def send(to: str, pages: int = 1) -> Letter:
         return Letter(to, pages)
@@ -182,7 +182,7 @@ async def test_a_queue_feeds_a_task_of_the_same_name(app: Holdfast[Any]) -> None
 # Get
 
 
-async def test_get_tells_all_there_is_to_know_of_a_waiting_job(app: Holdfast[Any]) -> None:
+async def test_get_returns_all_fields_of_a_waiting_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     began = datetime.now(UTC)
     handle = await queue.enqueue({"n": 1}, id="a", priority=7, delay=30)
@@ -197,7 +197,7 @@ async def test_get_tells_all_there_is_to_know_of_a_waiting_job(app: Holdfast[Any
     assert await queue.get("other") is None
 
 
-async def test_get_tells_of_a_running_job_who_has_it_and_how_far_it_is(app: Holdfast[Any]) -> None:
+async def test_get_returns_worker_and_progress_of_a_running_job(app: Holdfast[Any]) -> None:
     go = asyncio.Event()
     started = asyncio.Event()
 
@@ -231,7 +231,7 @@ async def _progress_is(queue: Queue, value: object) -> bool:
     return info is not None and info.progress == value
 
 
-async def test_get_tells_of_the_error_of_a_retrying_and_of_a_failed_job(app: Holdfast[Any]) -> None:
+async def test_get_returns_the_error_of_a_retrying_and_of_a_failed_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await queue.lease()
@@ -278,7 +278,7 @@ async def test_a_result_may_be_bytes(app: Holdfast[Any]) -> None:
     assert info.result == b"\x00\xff"
 
 
-async def test_the_result_of_no_job_is_an_error(app: Holdfast[Any]) -> None:
+async def test_result_of_an_unknown_id_is_an_error(app: Holdfast[Any]) -> None:
     with pytest.raises(JobNotFound, match="'missing' in q: it was never requested, or is forgotten"):
         await app.queue("q").result("missing")
 
@@ -297,7 +297,7 @@ async def test_a_result_waits_for_a_job_that_has_not_ended(app: Holdfast[Any]) -
 # Keep
 
 
-async def test_keep_changes_how_long_an_end_is_remembered(app: Holdfast[Any]) -> None:
+async def test_keep_changes_how_long_an_outcome_is_kept(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     assert await queue.keep("a", 60) is KeepResult.MISSING
     await queue.enqueue(1, id="a")
@@ -326,7 +326,7 @@ async def _is_missing(queue: Queue, id: str) -> bool:
 # Cancel and retry
 
 
-async def test_cancel_says_what_became_of_the_job(app: Holdfast[Any]) -> None:
+async def test_cancel_returns_what_it_did_to_the_job(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     assert await queue.cancel("a") is CancelResult.MISSING
     await queue.enqueue(1, id="a")
@@ -346,7 +346,7 @@ async def test_cancel_says_what_became_of_the_job(app: Holdfast[Any]) -> None:
         await queue.result("b")
 
 
-async def test_a_completion_wins_against_a_cancel_that_came_too_late(app: Holdfast[Any]) -> None:
+async def test_completion_wins_against_a_late_cancel(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await queue.lease()
@@ -356,7 +356,7 @@ async def test_a_completion_wins_against_a_cancel_that_came_too_late(app: Holdfa
     assert await queue.result("a") == "done"
 
 
-async def test_an_operators_retry_runs_a_failed_job_as_it_was(app: Holdfast[Any]) -> None:
+async def test_operator_retry_runs_a_failed_job_unchanged(app: Holdfast[Any]) -> None:
     wrong = [True]
     ran: list[dict[str, Any]] = []
 
@@ -380,7 +380,7 @@ async def test_an_operators_retry_runs_a_failed_job_as_it_was(app: Holdfast[Any]
     assert ran == [{"n": 1}, {"n": 1}]
 
 
-async def test_an_operators_retry_restarts_a_cancelled_job_and_zeroes_its_counts(app: Holdfast[Any]) -> None:
+async def test_operator_retry_restarts_a_cancelled_job_and_resets_its_counts(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue({"n": 1}, id="a")
     lease = await queue.lease()
@@ -394,7 +394,7 @@ async def test_an_operators_retry_restarts_a_cancelled_job_and_zeroes_its_counts
     assert (info.state, info.payload, info.attempts, info.retries) == (State.WAITING, {"n": 1}, 0, 0)
 
 
-async def test_an_operators_retry_leaves_the_living_alone_and_knows_no_others(app: Holdfast[Any]) -> None:
+async def test_operator_retry_leaves_live_jobs_and_refuses_unknown_ids(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     with pytest.raises(JobNotFound, match="'a' in q"):
         await queue.retry("a")
@@ -447,7 +447,7 @@ async def test_a_list_goes_on_past_one_page(app: Holdfast[Any]) -> None:
     assert sorted(await ids(queue)) == [f"{n:03d}" for n in range(230)]
 
 
-async def test_the_numbers_of_a_queue_that_is_not_there_are_zeros(app: Holdfast[Any]) -> None:
+async def test_stats_of_a_missing_queue_are_zero(app: Holdfast[Any]) -> None:
     stats = await app.queue("nowhere").stats()
     counts = (stats.ready, stats.scheduled, stats.running, stats.retrying, stats.deferred)
     assert counts == (0, 0, 0, 0, 0)
@@ -456,7 +456,7 @@ async def test_the_numbers_of_a_queue_that_is_not_there_are_zeros(app: Holdfast[
     assert (await app.stats()).queues == []
 
 
-async def test_every_number_counts_what_it_says(app: Holdfast[Any]) -> None:
+async def test_every_stats_field_counts_its_state(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="done")
     await complete_one(queue)
@@ -488,7 +488,7 @@ async def test_every_number_counts_what_it_says(app: Holdfast[Any]) -> None:
     assert (seen.queue, seen.ready) == ("q", 3)
 
 
-async def test_the_numbers_name_the_workers_that_serve_the_queue(app: Holdfast[Any]) -> None:
+async def test_stats_name_the_workers_that_serve_the_queue(app: Holdfast[Any]) -> None:
     @app.task(name="served")
     async def served() -> None: ...
 
@@ -534,7 +534,7 @@ async def test_a_paused_queue_gives_no_job_and_says_why(app: Holdfast[Any]) -> N
     assert (stats.paused, stats.reason) == (False, "")
 
 
-async def test_what_runs_goes_on_in_a_paused_queue(app: Holdfast[Any]) -> None:
+async def test_running_jobs_of_a_paused_queue_continue(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="a")
     lease = await queue.lease()
@@ -548,7 +548,7 @@ async def test_what_runs_goes_on_in_a_paused_queue(app: Holdfast[Any]) -> None:
 # Sweep and repair
 
 
-async def test_a_sweep_takes_back_what_expired_and_forgets_what_is_due(app: Holdfast[Any]) -> None:
+async def test_sweep_takes_back_expired_leases_and_forgets_old_records(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="held")
     assert await queue.lease(seconds=0.1) is not None
@@ -603,7 +603,7 @@ async def test_repair_finds_nothing_in_a_healthy_queue(app: Holdfast[Any]) -> No
 # Purge and delete
 
 
-async def test_a_purge_deletes_what_it_is_told_and_counts_it(app: Holdfast[Any]) -> None:
+async def test_purge_deletes_the_given_states_and_returns_the_count(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     for n in range(3):
         await queue.enqueue(1, id=f"done{n}")
@@ -616,7 +616,7 @@ async def test_a_purge_deletes_what_it_is_told_and_counts_it(app: Holdfast[Any])
     assert await ids(queue) == []
 
 
-async def test_a_purge_leaves_what_runs_unless_told_otherwise(app: Holdfast[Any]) -> None:
+async def test_purge_leaves_running_jobs_by_default(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="held")
     lease = await queue.lease()
@@ -636,7 +636,7 @@ async def test_an_unknown_state_is_refused(app: Holdfast[Any]) -> None:
         await app.queue("q").purge(["gone"])
 
 
-async def test_a_deleted_queue_is_gone_with_all_that_was_in_it(app: Holdfast[Any]) -> None:
+async def test_deleted_queue_is_gone_with_all_its_jobs(app: Holdfast[Any]) -> None:
     queue, other = app.queue("q"), app.queue("other")
     await other.enqueue(1)
     await app.enqueue_many(queue.bind(n) for n in range(120))
@@ -650,7 +650,7 @@ async def test_a_deleted_queue_is_gone_with_all_that_was_in_it(app: Holdfast[Any
     assert (await queue.stats()).totals["enqueued"] == 1
 
 
-async def test_a_delete_cancels_what_runs_and_waits_for_its_end(app: Holdfast[Any]) -> None:
+async def test_delete_cancels_running_jobs_and_waits_for_their_end(app: Holdfast[Any]) -> None:
     stopped: list[str | None] = []
     started = asyncio.Event()
 
@@ -671,7 +671,7 @@ async def test_a_delete_cancels_what_runs_and_waits_for_its_end(app: Holdfast[An
         assert "q" not in [seen.queue for seen in (await app.stats()).queues]
 
 
-async def test_a_delete_that_does_not_wait_gets_there_by_being_asked_again_though_a_holder_is_dead(
+async def test_repeated_delete_without_wait_succeeds_though_a_lease_holder_is_dead(
     app: Holdfast[Any],
 ) -> None:
     queue = app.queue("q")
@@ -684,7 +684,7 @@ async def test_a_delete_that_does_not_wait_gets_there_by_being_asked_again_thoug
     await until(is_deleted, 5)
 
 
-async def test_a_delete_that_cannot_finish_says_so_and_stays_paused(app: Holdfast[Any]) -> None:
+async def test_unfinished_delete_returns_false_and_leaves_the_queue_paused(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     await queue.enqueue(1, id="held")
     lease = await queue.lease()
@@ -697,7 +697,7 @@ async def test_a_delete_that_cannot_finish_says_so_and_stays_paused(app: Holdfas
     assert [seen.queue for seen in (await app.stats()).queues] == []
 
 
-async def test_deleting_a_queue_that_is_not_there_is_no_error(app: Holdfast[Any]) -> None:
+async def test_deleting_a_missing_queue_is_not_an_error(app: Holdfast[Any]) -> None:
     assert await app.queue("nowhere").delete()
     assert (await app.stats()).queues == []
 
@@ -705,7 +705,7 @@ async def test_deleting_a_queue_that_is_not_there_is_no_error(app: Holdfast[Any]
 # Events
 
 
-async def test_a_queue_tells_what_happens_in_it(app: Holdfast[Any]) -> None:
+async def test_queue_events_list_what_happens_to_its_jobs(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     heard: list[tuple[EventKind, str]] = []
 
@@ -733,7 +733,7 @@ async def test_a_queue_tells_what_happens_in_it(app: Holdfast[Any]) -> None:
     await asyncio.gather(listening, return_exceptions=True)
 
 
-async def test_events_can_be_left_at_any_time(app: Holdfast[Any]) -> None:
+async def test_event_iteration_can_be_stopped_at_any_time(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     events = queue.events()
     asking = asyncio.ensure_future(anext(events))

@@ -45,7 +45,7 @@ async def test_a_failed_run_is_retried_after_its_backoff(app: App) -> None:
     assert third - first < 6
 
 
-async def test_a_job_that_waits_for_its_retry_says_why(app: App) -> None:
+async def test_job_waiting_for_its_retry_has_its_error(app: App) -> None:
     @app.task(name="t", min_backoff=60)
     async def fails() -> None:
         raise ValueError("the reason")
@@ -83,7 +83,7 @@ async def test_a_limit_of_n_allows_n_retries(app: App, limit: int) -> None:
 
 @pytest.mark.parametrize(("tasks", "own"), [(5, 1), (0, 2)], ids=["lower", "higher"])
 @pytest.mark.storages("memory")
-async def test_a_jobs_own_limit_goes_before_the_tasks(app: App, tasks: int, own: int) -> None:
+async def test_limit_of_a_job_overrides_the_limit_of_the_task(app: App, tasks: int, own: int) -> None:
     runs: list[int] = []
 
     @app.task(name="t", max_retries=tasks, min_backoff=0)
@@ -97,7 +97,7 @@ async def test_a_jobs_own_limit_goes_before_the_tasks(app: App, tasks: int, own:
     assert len(runs) == own + 1
 
 
-async def test_a_limit_that_was_lowered_holds_for_jobs_that_wait(app: App, make_app: MakeApp) -> None:
+async def test_lowered_limit_applies_to_waiting_jobs(app: App, make_app: MakeApp) -> None:
     async def fails() -> None:
         runs.append(1)
         raise ValueError("once more")
@@ -116,7 +116,7 @@ async def test_a_limit_that_was_lowered_holds_for_jobs_that_wait(app: App, make_
     assert len(runs) == 2
 
 
-async def test_retry_says_itself_when_to_run_again(app: App) -> None:
+async def test_retry_exception_sets_the_time_of_the_next_run(app: App) -> None:
     times: list[float] = []
 
     @app.task(name="t", min_backoff=60)
@@ -136,7 +136,7 @@ async def test_retry_says_itself_when_to_run_again(app: App) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_retry_counts_and_ends_at_the_limit(app: App) -> None:
+async def test_retry_exception_counts_toward_the_limit(app: App) -> None:
     @app.task(name="t", max_retries=2)
     async def asks() -> None:
         raise Retry("once more", delay=0)
@@ -171,7 +171,7 @@ async def test_a_retry_at_a_time_without_a_timezone_takes_the_backoff(app: App) 
         assert await asks.using(wait=10).call() == 1
 
 
-async def test_retry_takes_one_time_only() -> None:
+async def test_retry_exception_refuses_two_times() -> None:
     with pytest.raises(OptionError):
         Retry(delay=1, at=datetime.now(UTC))
 
@@ -211,7 +211,7 @@ async def test_an_errors_retry_at_is_honoured(app: App, form: str) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_an_error_of_a_kind_of_its_own_is_retried(app: App) -> None:
+async def test_error_of_a_custom_class_is_retried(app: App) -> None:
     @app.task(name="t", min_backoff=0)
     async def odd() -> int:
         if current_job().retries == 0:
@@ -284,7 +284,7 @@ async def test_an_async_run_that_takes_too_long_is_cancelled_and_counted(app: Ap
 
 
 @pytest.mark.storages("memory")
-async def test_timeouts_and_retries_have_limits_of_their_own(app: App) -> None:
+async def test_timeouts_and_retries_have_separate_limits(app: App) -> None:
     attempts: list[tuple[int, int]] = []
 
     @app.task(name="t", timeout=0.05, min_backoff=0, max_timeouts=1, max_retries=1)
@@ -303,7 +303,7 @@ async def test_timeouts_and_retries_have_limits_of_their_own(app: App) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_a_jobs_own_timeout_and_limit_go_before_the_tasks(app: App) -> None:
+async def test_timeout_and_limit_of_a_job_override_those_of_the_task(app: App) -> None:
     @app.task(name="t", timeout=60, min_backoff=0, max_timeouts=50)
     async def slow() -> None:
         await asyncio.sleep(30)
@@ -351,7 +351,7 @@ async def test_an_error_after_the_timeout_counts_as_a_timeout(app: App) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_a_plain_function_that_gave_a_coroutine_is_cancelled_at_its_timeout(app: App) -> None:
+async def test_plain_function_that_returned_a_coroutine_is_cancelled_at_its_timeout(app: App) -> None:
     cancelled: list[str | None] = []
 
     async def inner() -> None:
@@ -374,7 +374,7 @@ async def test_a_plain_function_that_gave_a_coroutine_is_cancelled_at_its_timeou
 
 
 @pytest.mark.storages("memory")
-async def test_a_handlers_own_timeout_error_is_a_retry_like_any_other(app: App) -> None:
+async def test_timeout_error_raised_by_a_handler_counts_as_a_retry(app: App) -> None:
     @app.task(name="t", min_backoff=0)
     async def own() -> list[int]:
         if current_job().attempt == 1:
@@ -386,7 +386,7 @@ async def test_a_handlers_own_timeout_error_is_a_retry_like_any_other(app: App) 
         assert await own.using(wait=10).call() == [1, 0]
 
 
-async def test_a_sync_run_that_ignores_its_timeout_goes_on_elsewhere(app: App) -> None:
+async def test_sync_run_that_ignores_its_timeout_is_abandoned_and_retried(app: App) -> None:
     release = threading.Event()
 
     @app.task(name="t", timeout=0.05, cancel_grace=0.05, min_backoff=0)
@@ -439,7 +439,7 @@ async def test_a_sync_singleton_that_ignores_its_timeout_is_held_and_never_overl
 # Fail handlers
 
 
-async def test_a_fail_handler_is_told_of_the_job_its_arguments_and_the_error(app: App) -> None:
+async def test_fail_handler_gets_the_job_its_arguments_and_the_error(app: App) -> None:
     told: list[Failure] = []
 
     @app.task(name="t", max_retries=1, min_backoff=0)
@@ -485,7 +485,7 @@ async def test_a_fail_handler_runs_once_per_failure_and_not_on_success(app: App)
 
 
 @pytest.mark.parametrize("kind", ["permanent", "timeout"])
-async def test_a_fail_handler_is_told_the_kind(app: App, kind: str) -> None:
+async def test_fail_handler_gets_the_kind_of_failure(app: App, kind: str) -> None:
     told: list[Failure] = []
 
     @app.task(name="t", timeout=0.05, max_timeouts=0)
@@ -504,7 +504,7 @@ async def test_a_fail_handler_is_told_the_kind(app: App, kind: str) -> None:
     assert told[0].error.kind == kind
 
 
-async def test_a_fail_handler_has_retries_of_its_own_and_stays_listed_when_they_end(app: App) -> None:
+async def test_fail_handler_has_separate_retries_and_stays_listed_when_they_end(app: App) -> None:
     runs: list[int] = []
 
     @app.task(name="t", max_retries=0)
@@ -549,7 +549,7 @@ async def test_a_fail_handler_gets_payloads_of_every_size(app: App, size: int) -
     assert len(told[0].payload.text) == size
 
 
-async def test_a_fail_handler_is_told_although_its_failure_is_larger_than_max_payload(place: Any) -> None:
+async def test_fail_handler_runs_for_a_failure_larger_than_max_payload(place: Any) -> None:
     told: list[Failure] = []
     async with place.app(max_payload=2_000) as app:
 
@@ -626,7 +626,7 @@ async def test_a_fail_handler_runs_after_a_restart_of_the_worker(app: App, make_
     assert len(told) == 1
 
 
-async def test_each_generation_that_fails_is_told(app: App) -> None:
+async def test_fail_handler_runs_for_each_failed_generation(app: App) -> None:
     told: list[int] = []
 
     @app.task(name="t", max_retries=0)

@@ -105,7 +105,7 @@ async def test_current_job_is_known_to_sync_handlers_and_what_they_call(app: App
 
 
 @pytest.mark.storages("memory")
-async def test_neighbours_do_not_see_each_others_job(app: App) -> None:
+async def test_concurrent_runs_do_not_see_each_others_job(app: App) -> None:
     @app.task(name="a")
     async def mine(number: int) -> str:
         await asyncio.sleep(0.02)
@@ -124,7 +124,7 @@ async def test_neighbours_do_not_see_each_others_job(app: App) -> None:
         current_job()
 
 
-async def test_a_handler_knows_its_queue_worker_attempt_and_a_fence_that_rises(app: App) -> None:
+async def test_current_job_has_queue_worker_attempt_and_a_rising_fence(app: App) -> None:
     seen: list[tuple[str, str, int, int, int]] = []
 
     @app.task(name="t", min_backoff=0)
@@ -170,7 +170,7 @@ async def test_a_lone_positional_only_parameter_gets_the_payload_untouched(app: 
 
 
 @pytest.mark.storages("memory")
-async def test_a_lone_positional_only_parameter_of_a_type_gets_the_whole_payload_as_that(app: App) -> None:
+async def test_lone_typed_positional_only_parameter_gets_the_decoded_payload(app: App) -> None:
     @app.task(name="t")
     def total(order: Order, /) -> int:
         return sum(order.amounts)
@@ -198,7 +198,7 @@ async def test_star_arguments_arrive(app: App) -> None:
 
 
 @pytest.mark.storages("memory")
-async def test_defaults_are_those_of_the_workers_code(app: App, make_app: MakeApp) -> None:
+async def test_defaults_come_from_the_code_of_the_worker(app: App, make_app: MakeApp) -> None:
     @app.task(name="t")
     async def greet(name: str, greeting: str = "new default") -> str:
         return f"{greeting} {name}"
@@ -214,7 +214,7 @@ async def test_defaults_are_those_of_the_workers_code(app: App, make_app: MakeAp
 
 
 @pytest.mark.storages("memory")
-async def test_a_plain_function_that_gives_a_coroutine_is_awaited(app: App) -> None:
+async def test_coroutine_returned_by_a_plain_function_is_awaited(app: App) -> None:
     async def inner(number: int) -> int:
         await asyncio.sleep(0)
         return number + 1
@@ -238,7 +238,7 @@ async def test_a_job_enqueued_by_name_runs(app: App) -> None:
         assert await handle.result(wait=10) == "hi ada"
 
 
-async def test_a_result_that_cannot_be_encoded_fails_at_once_and_alone(app: App) -> None:
+async def test_result_that_cannot_be_encoded_fails_only_its_job_at_once(app: App) -> None:
     runs: list[int] = []
 
     @app.task(name="t", min_backoff=0)
@@ -256,7 +256,7 @@ async def test_a_result_that_cannot_be_encoded_fails_at_once_and_alone(app: App)
     assert sorted(runs) == list(range(6))
 
 
-async def test_a_result_that_is_too_large_fails_at_once_and_alone(app: App) -> None:
+async def test_result_that_is_too_large_fails_only_its_job_at_once(app: App) -> None:
     runs: list[int] = []
 
     @app.task(name="t", min_backoff=0)
@@ -285,7 +285,7 @@ async def test_results_that_are_large_together_are_all_stored(app: App) -> None:
     assert lengths == [300_000] * 8
 
 
-async def test_a_result_that_is_too_large_is_told_to_the_fail_handler(app: App) -> None:
+async def test_fail_handler_runs_for_a_result_that_is_too_large(app: App) -> None:
     told: list[Failure] = []
 
     @app.task(name="t")
@@ -326,7 +326,9 @@ async def test_an_error_is_stored_as_data(app: App) -> None:
 @pytest.mark.parametrize("middleware", [False, True], ids=["bare", "in middleware"])
 @pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.storages("memory")
-async def test_a_traceback_has_the_handlers_frames_and_none_of_ours(app: App, kind: str, middleware: bool) -> None:
+async def test_traceback_has_frames_of_the_handler_and_none_of_the_package(
+    app: App, kind: str, middleware: bool
+) -> None:
     def culprit() -> None:
         raise ValueError("here")
 
@@ -372,7 +374,7 @@ async def test_a_traceback_has_the_handlers_frames_and_none_of_ours(app: App, ki
     ],
     ids=lambda error: str(error.args[0] if error.args else type(error).__name__).encode("ascii", "replace").decode(),
 )
-async def test_an_error_that_is_hard_to_store_is_stored_all_the_same(app: App, error: Exception) -> None:
+async def test_exception_that_is_hard_to_encode_is_stored(app: App, error: Exception) -> None:
     @app.task(name="t", max_retries=0)
     async def fails() -> None:
         raise error
@@ -383,7 +385,7 @@ async def test_an_error_that_is_hard_to_store_is_stored_all_the_same(app: App, e
     assert raised.value.error.type == type(error).__qualname__
 
 
-async def test_an_error_longer_than_max_payload_is_retried_like_any_other(place: Any) -> None:
+async def test_error_longer_than_max_payload_is_retried(place: Any) -> None:
     async with place.app(max_payload=300) as app:
 
         @app.task(name="t", min_backoff=0)
@@ -396,7 +398,7 @@ async def test_an_error_longer_than_max_payload_is_retried_like_any_other(place:
             assert await fails_once.using(wait=10).call() == 1
 
 
-async def test_a_worker_survives_errors_for_which_there_is_no_room_at_all(place: Any) -> None:
+async def test_worker_survives_errors_larger_than_max_payload(place: Any) -> None:
     async with place.app(max_payload=20) as app:
 
         @app.task(name="t", max_retries=0)
@@ -489,7 +491,7 @@ async def test_a_tasks_own_priority_is_its_jobs_default(app: App) -> None:
     assert [job and job.priority for job in jobs] == [8, 1]
 
 
-async def test_a_delayed_job_is_never_early_and_hardly_late(app: App) -> None:
+async def test_delayed_job_starts_on_time_and_never_early(app: App) -> None:
     started: dict[str, float] = {}
 
     @app.task(name="t")
@@ -583,7 +585,7 @@ async def test_progress_that_cannot_be_sent_is_the_handlers_error(app: App, valu
         assert await tells.using(wait=10).call() == "rejected"
 
 
-async def test_a_completed_job_that_nobody_waits_for_leaves_nothing(app: App) -> None:
+async def test_completed_job_without_a_waiter_leaves_no_record(app: App) -> None:
     done: list[int] = []
 
     @app.task(name="t")
@@ -614,7 +616,7 @@ async def test_many_jobs_run_once_each_with_two_workers(app: App, make_app: Make
     assert sorted(done) == list(range(500))
 
 
-async def test_a_permanent_error_of_one_job_leaves_its_neighbours_alone(app: App) -> None:
+async def test_permanent_error_of_one_job_does_not_affect_others(app: App) -> None:
     @app.task(name="t")
     async def some(number: int) -> int:
         if number % 2:

@@ -47,7 +47,7 @@ async def is_forgotten(queue: Queue, id: str) -> bool:
 # The queue suite: life, processing
 
 
-async def test_workers_come_and_go_and_the_queue_goes_on_where_it_was(app: App) -> None:
+async def test_queue_continues_while_workers_start_and_stop(app: App) -> None:
     @app.task(name="echo")
     async def echo(n: int) -> int:
         return n
@@ -66,7 +66,7 @@ async def test_workers_come_and_go_and_the_queue_goes_on_where_it_was(app: App) 
     assert (await echo.enqueue(4)).placed is Placed.NEW  # The app is still open.
 
 
-async def test_an_app_that_was_closed_and_opened_again_goes_on(make_app: Callable[..., App], app: App) -> None:
+async def test_reopened_app_continues(make_app: Callable[..., App], app: App) -> None:
     again = make_app()
 
     @again.task(name="echo")
@@ -82,7 +82,7 @@ async def test_an_app_that_was_closed_and_opened_again_goes_on(make_app: Callabl
         assert await kept.result() == 9
 
 
-async def test_a_handler_is_given_its_job_and_its_end_is_told_and_stored(app: App) -> None:
+async def test_handler_gets_its_job_and_its_outcome_is_published_and_stored(app: App) -> None:
     told: list[RunEvent] = []
     heard: list[EventKind] = []
     app.on_event(told.append)
@@ -156,7 +156,7 @@ async def test_retries_used_up_fail_the_job_with_its_last_error(app: App) -> Non
     assert [job.id async for job in app.queue("broken").jobs(state="failed")] == ["b"]
 
 
-async def test_an_error_of_the_users_own_form_is_read_back_in_that_form(app: App) -> None:
+async def test_details_of_a_custom_exception_are_returned(app: App) -> None:
     class PaymentError(Exception):
         details = {"code": "card_declined", "tries": [1, 2]}  # noqa: RUF012
 
@@ -174,7 +174,7 @@ async def test_an_error_of_the_users_own_form_is_read_back_in_that_form(app: App
     assert job.error == failed.value.error
 
 
-async def test_a_cancelled_job_never_runs_and_its_waiter_is_told(app: App) -> None:
+async def test_cancelled_job_never_runs_and_its_wait_ends(app: App) -> None:
     ran: list[int] = []
 
     @app.task(name="mail")
@@ -251,7 +251,7 @@ async def test_the_state_of_a_job_can_be_read_from_its_request_to_its_end(app: A
 # How long ends are remembered
 
 
-async def test_the_request_says_how_long_its_end_is_remembered_before_the_task_does(app: App) -> None:
+async def test_ttl_of_the_request_overrides_the_ttl_of_the_task(app: App) -> None:
     @app.task(name="brief", result_ttl=0.05)
     async def brief(n: int) -> int:
         return n
@@ -276,7 +276,7 @@ async def test_the_request_says_how_long_its_end_is_remembered_before_the_task_d
         await duplicate.result()
 
 
-async def test_the_memory_of_an_end_can_be_changed_afterwards(app: App) -> None:
+async def test_ttl_of_an_outcome_can_be_changed_afterwards(app: App) -> None:
     @app.task(name="ends", max_retries=0)
     async def end(how: str) -> str:
         if how == "badly":
@@ -301,7 +301,7 @@ async def test_the_memory_of_an_end_can_be_changed_afterwards(app: App) -> None:
     await until(lambda: is_forgotten(queue, "well"))
 
 
-async def test_a_result_that_nobody_keeps_still_reaches_who_waits(app: App) -> None:
+async def test_result_with_a_ttl_of_zero_reaches_its_waiter(app: App) -> None:
     @app.task(name="fleeting", result_ttl=0)
     async def fleeting(n: int) -> int:
         return n
@@ -317,7 +317,7 @@ async def test_a_result_that_nobody_keeps_still_reaches_who_waits(app: App) -> N
 # Hooks
 
 
-async def test_a_hook_after_the_run_sees_it_and_may_change_result_and_memory(app: App) -> None:
+async def test_after_execution_hook_may_change_result_and_ttl(app: App) -> None:
     seen: list[Execution] = []
 
     @app.after_execution
@@ -353,7 +353,7 @@ async def test_a_hook_after_the_run_sees_it_and_may_change_result_and_memory(app
     assert await state_of(queue, "bad") is State.FAILED
 
 
-async def test_a_hook_that_raises_is_logged_and_harms_nothing(app: App, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hook_that_raises_is_logged_without_other_effect(app: App, caplog: pytest.LogCaptureFixture) -> None:
     @app.after_execution
     def after(execution: Execution) -> None:
         execution.result = "changed"
@@ -378,9 +378,7 @@ async def test_a_hook_that_raises_is_logged_and_harms_nothing(app: App, caplog: 
         assert len([r for r in caplog.records if "the hook is broken" in r.getMessage()]) == 1
 
 
-async def test_what_a_worker_has_to_say_goes_to_a_logger_of_the_users_choice(
-    app: App, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_worker_logs_to_the_logger_that_the_user_chose(app: App, caplog: pytest.LogCaptureFixture) -> None:
     @app.task(name="quiet")
     async def quiet() -> None: ...
 
@@ -396,7 +394,7 @@ async def test_what_a_worker_has_to_say_goes_to_a_logger_of_the_users_choice(
 # Side by side
 
 
-async def test_jobs_start_side_by_side(app: App) -> None:
+async def test_jobs_start_concurrently(app: App) -> None:
     together = asyncio.Barrier(3)  # None of them ends before all three have started.
 
     @app.task(name="meet")
@@ -410,7 +408,7 @@ async def test_jobs_start_side_by_side(app: App) -> None:
 
 
 @pytest.mark.parametrize("whose", ["the task's", "the worker's"])
-async def test_ten_jobs_three_at_a_time(app: App, whose: str) -> None:
+async def test_ten_jobs_run_at_most_three_at_a_time(app: App, whose: str) -> None:
     now, peak = 0, 0
 
     async def work(n: int) -> int:
@@ -431,7 +429,7 @@ async def test_ten_jobs_three_at_a_time(app: App, whose: str) -> None:
 # Deduplication
 
 
-async def test_an_id_that_is_there_is_a_duplicate_whatever_it_is_sent_with(app: App) -> None:
+async def test_enqueue_of_an_existing_id_is_a_duplicate_with_any_options(app: App) -> None:
     ran: list[int] = []
     started, go_on = asyncio.Event(), asyncio.Event()
 
@@ -483,7 +481,7 @@ async def test_a_failed_or_cancelled_id_runs_again_when_it_is_asked_for(app: App
     assert ran == ["badly", "well"]
 
 
-async def test_of_many_who_ask_at_once_one_is_first(app: App, make_app: Callable[..., App]) -> None:
+async def test_one_of_many_concurrent_enqueues_of_an_id_is_new(app: App, make_app: Callable[..., App]) -> None:
     other = make_app()
     async with other:
         asked = [(app, other)[n % 2].queue("rush").enqueue(n, id="one") for n in range(20)]
@@ -492,7 +490,7 @@ async def test_of_many_who_ask_at_once_one_is_first(app: App, make_app: Callable
     assert (await app.queue("rush").stats()).ready == 1
 
 
-async def test_an_id_is_held_for_its_time_and_runs_again_after_it(app: App) -> None:
+async def test_id_is_blocked_for_its_ttl_and_runs_again_after_it(app: App) -> None:
     ran: list[str] = []
 
     @app.task(name="timed", unique="{name}", max_retries=0)
@@ -518,7 +516,7 @@ async def test_an_id_is_held_for_its_time_and_runs_again_after_it(app: App) -> N
 # Request and response
 
 
-async def test_callers_get_the_results_of_their_own_jobs_large_ones_too(app: App) -> None:
+async def test_callers_get_the_results_of_their_own_jobs_including_large_ones(app: App) -> None:
     @app.task(name="answers")
     async def answer(n: int, size: int) -> dict[str, Any]:
         return {"n": n, "data": "x" * size}
@@ -528,7 +526,7 @@ async def test_callers_get_the_results_of_their_own_jobs_large_ones_too(app: App
     assert [(reply["n"], len(reply["data"])) for reply in answers] == [(0, 10), (1, 10), (2, 10), (3, 100_000)]
 
 
-async def test_a_caller_whose_wait_is_over_is_told_so_and_the_others_are_served(app: App) -> None:
+async def test_caller_whose_wait_ends_gets_a_timeout_and_others_get_results(app: App) -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
 
     @app.task(name="slow")
@@ -550,7 +548,7 @@ async def test_a_caller_whose_wait_is_over_is_told_so_and_the_others_are_served(
         assert await slow.using(id="s", wait=0.05).call(0) == 0  # Cached, so no wait is too short.
 
 
-async def test_a_second_caller_joins_the_run_that_is_there_and_the_first_payload_wins(
+async def test_second_caller_joins_the_current_run_with_the_first_payload(
     app: App, make_app: Callable[..., App]
 ) -> None:
     ran: list[int] = []
@@ -580,7 +578,7 @@ async def test_a_second_caller_joins_the_run_that_is_there_and_the_first_payload
     assert ran == [1]
 
 
-async def test_a_failure_of_long_ago_is_raised_at_once_with_its_cause(app: App) -> None:
+async def test_old_failure_is_raised_at_once_with_its_cause(app: App) -> None:
     @app.task(name="broken", max_retries=0, failure_ttl=0.3)
     async def broken() -> None:
         raise ValueError("no good")
@@ -634,9 +632,7 @@ async def test_a_stalled_job_goes_to_another_worker(app: App) -> None:
     assert (job.attempts, job.stalls, job.retries) == (2, 1, 0)
 
 
-async def test_what_all_dead_workers_had_is_found_by_one_that_comes_later(
-    app: App, make_app: Callable[..., App]
-) -> None:
+async def test_jobs_of_dead_workers_are_taken_over_by_a_later_worker(app: App, make_app: Callable[..., App]) -> None:
     ran: list[int] = []
 
     @app.task(name="left")
@@ -669,9 +665,7 @@ async def test_a_run_longer_than_its_lease_is_kept_alive_and_not_taken_back(app:
     assert "stalled" not in {kind for kind, n in (await app.queue("long").stats()).totals.items() if n}
 
 
-async def test_trouble_that_is_no_jobs_own_is_logged_where_nobody_listens(
-    app: App, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_error_of_an_event_hook_is_logged(app: App, caplog: pytest.LogCaptureFixture) -> None:
     @app.on_event
     def broken(event: RunEvent) -> None:
         raise RuntimeError(f"cannot note {event.kind}")
@@ -690,7 +684,7 @@ async def test_trouble_that_is_no_jobs_own_is_logged_where_nobody_listens(
 # Several queues
 
 
-async def test_queues_are_apart_in_ids_results_and_states(app: App) -> None:
+async def test_queues_have_separate_ids_results_and_states(app: App) -> None:
     @app.task(name="a")
     async def a(n: int) -> str:
         return f"a{n}"
@@ -726,7 +720,7 @@ async def test_a_task_without_a_name_has_a_queue_by_its_module_and_function(app:
 # End to end
 
 
-async def test_two_workers_apart_from_the_producer_share_ten_jobs_and_run_each_once(
+async def test_two_workers_of_other_apps_share_ten_jobs_and_run_each_once(
     app: App, make_app: Callable[..., App]
 ) -> None:
     ran: list[tuple[str, int]] = []
@@ -750,7 +744,7 @@ async def test_two_workers_apart_from_the_producer_share_ten_jobs_and_run_each_o
     assert {worker for worker, _ in ran} == {"one", "two"}
 
 
-async def test_stopping_waits_for_what_runs_and_takes_nothing_more(app: App) -> None:
+async def test_stop_waits_for_running_jobs_and_claims_nothing_more(app: App) -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
     ended: list[int] = []
 

@@ -64,7 +64,7 @@ class Unreliable:
             self.late += 1
 
 
-async def test_whatever_workers_do_to_their_leases_every_job_and_what_it_spawned_completes_once(
+async def test_every_job_and_its_spawned_jobs_complete_once_with_faulty_workers(
     app: App, make_app: Callable[..., App]
 ) -> None:
     others = [make_app(), make_app()]
@@ -113,9 +113,7 @@ async def test_whatever_workers_do_to_their_leases_every_job_and_what_it_spawned
     assert [job.id async for job in app.queue("shared").jobs()] == []
 
 
-async def test_cleaning_a_queue_that_is_at_work_finds_nothing_and_changes_nothing(
-    app: App, make_app: Callable[..., App]
-) -> None:
+async def test_sweep_and_repair_of_a_busy_queue_change_nothing(app: App, make_app: Callable[..., App]) -> None:
     queue = app.queue("busy")
     await app.enqueue_many(queue.bind(n) for n in range(100))
     leases = [lease for _ in range(100) if (lease := await queue.lease(wait=0)) is not None]
@@ -162,7 +160,7 @@ async def test_workers_of_one_queue_get_about_equal_shares(app: App, make_app: C
 # Adding
 
 
-async def test_one_producer_of_fresh_ids_is_never_refused_and_two_of_the_same_ids_leave_each_once(
+async def test_new_ids_are_never_refused_and_ids_of_two_producers_are_stored_once(
     app: App, make_app: Callable[..., App]
 ) -> None:
     queue = app.queue("added")
@@ -184,7 +182,7 @@ async def test_one_producer_of_fresh_ids_is_never_refused_and_two_of_the_same_id
     assert sorted(taken, key=int) == [str(n) for n in range(150)]
 
 
-async def test_an_id_is_free_again_once_it_completed_if_it_asked_for_no_memory(app: App) -> None:
+async def test_id_without_ttl_is_free_after_completion(app: App) -> None:
     queue = app.queue("again")
     first = await queue.enqueue("a", id="x", dedup_ttl=0)
     lease = await queue.lease(wait=0)
@@ -204,7 +202,7 @@ async def test_an_id_is_free_again_once_it_completed_if_it_asked_for_no_memory(a
     [b"", b"\x00\xff\xfe not text", "text", "", None, 0, 1.5, True, [], {}, {"a": [1, None, "é"]}, "\u0000", 2**53],
     ids=repr,
 )
-async def test_a_payload_of_any_bytes_or_any_json_comes_back_as_it_was(app: App, payload: Any) -> None:
+async def test_payload_of_bytes_or_json_is_returned_unchanged(app: App, payload: Any) -> None:
     queue = app.queue("any")
     ids = {(await queue.enqueue(payload)).id for _ in range(2)}
     assert len(ids) == 2
@@ -217,7 +215,7 @@ async def test_a_payload_of_any_bytes_or_any_json_comes_back_as_it_was(app: App,
     assert ids == set()
 
 
-async def test_names_are_apart_in_their_namespaces(place: Any) -> None:
+async def test_namespaces_separate_equal_names(place: Any) -> None:
     one, two = Holdfast[Any](place.url, namespace=f"{place.namespace}-a"), place.app()
     async with one, two:
         await one.queue("q").enqueue("in a", id="x")
@@ -232,7 +230,7 @@ async def test_names_are_apart_in_their_namespaces(place: Any) -> None:
 # Leases
 
 
-async def test_a_lease_that_was_dropped_goes_to_the_next_and_the_late_holder_is_refused(app: App) -> None:
+async def test_expired_lease_moves_to_the_next_puller_and_the_late_holder_is_refused(app: App) -> None:
     queue = app.queue("items")
     handle = await queue.enqueue({"n": 1}, id="i")
     lost = await queue.lease(seconds=0.1, wait=0)
@@ -271,7 +269,7 @@ async def test_a_lease_that_is_extended_is_not_taken_back(app: App) -> None:
     assert (await queue.stats()).totals["completed"] == 1
 
 
-async def test_a_released_item_keeps_its_place_and_a_retried_one_waits_its_delay(app: App) -> None:
+async def test_released_item_keeps_its_place_and_retried_item_waits_its_delay(app: App) -> None:
     queue = app.queue("items")
     for n in range(3):
         await queue.enqueue(n, id=str(n))
@@ -295,7 +293,7 @@ async def test_a_released_item_keeps_its_place_and_a_retried_one_waits_its_delay
 
 
 @pytest.mark.parametrize("how", ["retried", "dropped"])
-async def test_a_poison_item_ends_where_a_limit_was_given_and_else_goes_round(app: App, how: str) -> None:
+async def test_poison_item_fails_at_a_given_limit_and_else_is_leased_again(app: App, how: str) -> None:
     limited = app.queue("limited", max_retries=2, max_stalls=2)
     endless = app.queue("endless")
 
@@ -335,7 +333,7 @@ async def holder(app: App, lease: Lease) -> str:
     return job.worker
 
 
-async def test_waiting_for_an_item_is_as_long_as_was_said_and_ends_with_the_first_item(app: App) -> None:
+async def test_lease_wait_ends_at_its_limit_or_with_the_first_item(app: App) -> None:
     queue = app.queue("awaited")
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -360,7 +358,7 @@ async def test_waiting_for_an_item_is_as_long_as_was_said_and_ends_with_the_firs
             await queue.lease(seconds=seconds)
 
 
-async def test_a_cancelled_item_is_told_to_its_holder_and_does_not_come_back(app: App) -> None:
+async def test_holder_of_a_cancelled_item_sees_it_and_the_item_does_not_return(app: App) -> None:
     queue = app.queue("items")
     await queue.enqueue(1, id="i")
     lease = await queue.lease(wait=0)
@@ -376,7 +374,7 @@ async def test_a_cancelled_item_is_told_to_its_holder_and_does_not_come_back(app
     assert (await queue.enqueue(2, id="i")).placed is Placed.NEW
 
 
-async def test_complete_first_and_then_work_is_at_most_once(app: App) -> None:
+async def test_completing_before_the_work_is_at_most_once(app: App) -> None:
     queue = app.queue("fragile")
     await queue.enqueue("once")
     lease = await queue.lease(seconds=0.1, wait=0)
@@ -388,9 +386,7 @@ async def test_complete_first_and_then_work_is_at_most_once(app: App) -> None:
         assert await queue.lease(wait=0) is None
 
 
-async def test_counts_of_ready_and_leased_items_are_those_of_one_instant(
-    app: App, make_app: Callable[..., App]
-) -> None:
+async def test_ready_and_leased_counts_are_from_one_instant(app: App, make_app: Callable[..., App]) -> None:
     queue = app.queue("moving")
     await app.enqueue_many(queue.bind(n) for n in range(100))
     seen: list[int] = []

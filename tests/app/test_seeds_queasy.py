@@ -44,7 +44,7 @@ async def stall(app: App, queue: str) -> None:
 # The queue suite
 
 
-async def test_a_dispatched_job_waits_under_its_id_with_its_data_and_its_time(app: App) -> None:
+async def test_dispatched_job_waits_with_its_id_data_and_time(app: App) -> None:
     @app.task(name="mail")
     async def mail(to: str) -> None: ...
 
@@ -79,7 +79,7 @@ async def test_a_second_dispatch_of_a_waiting_id_replaces_its_data_or_leaves_it(
     assert (await app.queue("sync").stats()).ready == 1
 
 
-async def test_a_cancelled_job_does_not_run_and_its_neighbour_does(app: App) -> None:
+async def test_cancelled_job_does_not_run_and_another_does(app: App) -> None:
     ran: list[str] = []
 
     @app.task(name="mail")
@@ -97,7 +97,7 @@ async def test_a_cancelled_job_does_not_run_and_its_neighbour_does(app: App) -> 
     assert await unwanted.state() is State.CANCELLED
 
 
-async def test_processed_jobs_leave_nothing_behind_and_a_future_one_is_left_alone(app: App) -> None:
+async def test_processed_jobs_leave_no_record_and_a_future_job_stays(app: App) -> None:
     ran: list[int] = []
 
     @app.task(name="steps")
@@ -116,7 +116,7 @@ async def test_processed_jobs_leave_nothing_behind_and_a_future_one_is_left_alon
     assert job.attempts == 0
 
 
-async def test_one_id_in_two_queues_is_run_by_each_queues_own_handler(app: App) -> None:
+async def test_one_id_in_two_queues_is_run_by_the_handler_of_each_queue(app: App) -> None:
     both_run = asyncio.Barrier(2)  # Each can only end while the other runs.
 
     @app.task(name="left")
@@ -182,7 +182,7 @@ async def test_each_job_that_used_up_its_retries_reaches_the_fail_handler_once(a
     assert sorted(runs) == sorted([n for n in range(30) for _ in range(3 if n % 3 == 1 else 1)])
 
 
-async def test_a_retry_waits_for_the_smallest_backoff_and_a_little_more_at_most(app: App) -> None:
+async def test_first_retry_waits_the_minimum_backoff_plus_small_jitter(app: App) -> None:
     @app.task(name="slow", min_backoff=100)
     async def slow() -> None:
         raise ValueError("not now")
@@ -197,7 +197,7 @@ async def test_a_retry_waits_for_the_smallest_backoff_and_a_little_more_at_most(
     assert before + timedelta(seconds=99.9) <= job.run_at <= after + timedelta(seconds=126)
 
 
-async def test_one_stall_too_many_goes_to_the_fail_handler_without_another_run(app: App) -> None:
+async def test_job_over_its_stall_limit_goes_to_the_fail_handler_without_another_run(app: App) -> None:
     ran: list[str] = []
     told: list[Failure] = []
 
@@ -227,7 +227,7 @@ async def test_one_stall_too_many_goes_to_the_fail_handler_without_another_run(a
     assert "lost 2 times" in failure.error.message
 
 
-async def test_one_stall_too_many_without_a_fail_handler_is_listed_and_can_be_tried_again(app: App) -> None:
+async def test_job_over_its_stall_limit_without_a_fail_handler_can_be_retried(app: App) -> None:
     ran: list[str] = []
 
     @app.task(name="poison", max_stalls=0)
@@ -246,9 +246,7 @@ async def test_one_stall_too_many_without_a_fail_handler_is_listed_and_can_be_tr
         assert await again.result() == "deadly"
 
 
-async def test_jobs_of_a_task_that_is_not_there_wait_untouched_for_a_worker_that_has_it(
-    app: App, make_app: Callable[..., App]
-) -> None:
+async def test_jobs_of_an_unknown_task_wait_for_a_worker_that_has_it(app: App, make_app: Callable[..., App]) -> None:
     @app.stub(name="reports.render")
     def render(n: int) -> int:
         raise NotImplementedError
@@ -278,7 +276,7 @@ async def test_jobs_of_a_task_that_is_not_there_wait_untouched_for_a_worker_that
 
 
 @pytest.mark.parametrize("size", [600, 100_000])
-async def test_jobs_that_find_too_little_room_get_their_turn_one_after_the_other(app: App, size: int) -> None:
+async def test_jobs_too_large_for_free_capacity_run_one_after_another(app: App, size: int) -> None:
     at_once: list[int] = []
     running: set[int] = set()
 
@@ -300,7 +298,7 @@ async def test_jobs_that_find_too_little_room_get_their_turn_one_after_the_other
     assert at_once == [1] * 5
 
 
-async def test_the_room_of_runs_that_timed_out_is_given_back_once(app: App) -> None:
+async def test_capacity_of_timed_out_runs_is_returned_once(app: App) -> None:
     @app.task(name="hangs", size=400, timeout=0.02, max_timeouts=1, min_backoff=0.01, max_backoff=0.01)
     async def hangs(n: int) -> None:
         await asyncio.sleep(3600)
@@ -340,7 +338,7 @@ async def test_the_queue_of_the_higher_priority_is_served_first(app: App) -> Non
     assert order == ["high"] * 5 + ["low"] * 5
 
 
-async def test_a_low_queue_gets_on_while_a_high_one_never_runs_dry(app: App) -> None:
+async def test_low_priority_queue_progresses_while_a_high_one_is_never_empty(app: App) -> None:
     order: list[str] = []
 
     @app.task(name="low", queue_priority=1)
@@ -357,7 +355,7 @@ async def test_a_low_queue_gets_on_while_a_high_one_never_runs_dry(app: App) -> 
     assert 0 < order.index("low") <= 32
 
 
-async def test_a_job_that_comes_while_a_worker_starts_is_not_overheard(make_app: Callable[..., App]) -> None:
+async def test_job_enqueued_while_a_worker_starts_runs_at_once(make_app: Callable[..., App]) -> None:
     """A worker that first looks and then listens would find it a second later, at its next look."""
     app = make_app()
 
@@ -376,7 +374,7 @@ async def test_a_job_that_comes_while_a_worker_starts_is_not_overheard(make_app:
 
 
 @pytest.mark.suite("usual")
-async def test_an_idle_worker_of_many_queues_hardly_asks_and_writes_nothing() -> None:
+async def test_idle_worker_of_many_queues_makes_few_calls_and_no_writes() -> None:
     """What the server has to do for workers without work does not grow with the number of their queues."""
     with servers.Server("valkey") as server:
         many = Holdfast[Any](server.url)
@@ -421,7 +419,7 @@ async def test_a_run_past_its_timeout_waits_again_and_counts_as_a_timeout(app: A
     assert (job.state, job.timeouts, job.retries, job.stalls) == (State.WAITING, 1, 0, 0)
 
 
-async def test_closing_in_the_middle_of_a_job_puts_it_back_in_front_uncounted(app: App) -> None:
+async def test_closing_during_a_run_puts_the_job_back_in_front_uncounted(app: App) -> None:
     started = asyncio.Event()
 
     @app.task(name="long", concurrency=1)
@@ -442,7 +440,7 @@ async def test_closing_in_the_middle_of_a_job_puts_it_back_in_front_uncounted(ap
     assert await lease.release()
 
 
-async def test_an_evicted_worker_stops_by_itself_and_its_job_goes_on_elsewhere(app: App) -> None:
+async def test_evicted_worker_stops_and_its_job_runs_on_another_worker(app: App) -> None:
     workers: list[str] = []
 
     @app.task(name="long")
@@ -471,7 +469,7 @@ async def test_an_evicted_worker_stops_by_itself_and_its_job_goes_on_elsewhere(a
     assert workers == ["first", "second"]
 
 
-async def test_a_worker_whose_settlement_is_refused_goes_on(app: App) -> None:
+async def test_worker_continues_after_a_refused_settlement(app: App) -> None:
     """Its job was given to another while it ran: the late result is refused, and nothing else happens to the worker."""
     go_on = asyncio.Event()
     ends: list[str] = []
@@ -506,7 +504,9 @@ async def running(app: App, queue: str, n: int) -> bool:
     return (await app.queue(queue).stats()).running == n
 
 
-async def test_a_closed_worker_leaves_no_thread_no_task_and_no_entry(app: App, make_app: Callable[..., App]) -> None:
+async def test_closed_worker_leaves_no_thread_no_task_and_no_worker_record(
+    app: App, make_app: Callable[..., App]
+) -> None:
     other = make_app()
 
     @other.task(name="quick")
@@ -563,7 +563,7 @@ async def test_a_permanent_error_ends_the_job_at_once_under_its_name_and_message
             assert failed.value.error.message == message
 
 
-async def test_an_error_that_says_when_is_retried_exactly_then(app: App) -> None:
+async def test_error_with_retry_at_is_retried_at_that_time(app: App) -> None:
     when = datetime.now(UTC).replace(microsecond=123_000) + timedelta(hours=1)
 
     class Limited(Exception):
@@ -580,7 +580,7 @@ async def test_an_error_that_says_when_is_retried_exactly_then(app: App) -> None
     assert (job.state, job.retries, job.run_at) == (State.WAITING, 1, when)
 
 
-async def test_an_option_that_is_misspelt_is_refused_and_nothing_is_stored(app: App) -> None:
+async def test_misspelt_option_is_refused_and_nothing_is_stored(app: App) -> None:
     @app.task(name="strict")
     async def strict() -> None: ...
 
@@ -596,7 +596,7 @@ async def test_an_option_that_is_misspelt_is_refused_and_nothing_is_stored(app: 
 # One run of an id at a time
 
 
-async def test_a_dispatch_of_a_running_id_follows_the_run_with_the_newest_data_and_never_overlaps(app: App) -> None:
+async def test_dispatch_of_a_running_id_runs_after_it_with_the_newest_data(app: App) -> None:
     spans: list[tuple[int, str]] = []
     inside = 0
     go_on = asyncio.Event()
@@ -626,7 +626,7 @@ async def test_a_dispatch_of_a_running_id_follows_the_run_with_the_newest_data_a
     assert spans == [(0, "user"), (5, "user")]
 
 
-async def test_a_deferred_dispatch_with_any_rule_for_its_time_is_let_go_when_the_run_ends(app: App) -> None:
+async def test_deferred_dispatch_runs_after_the_run_under_each_run_at_rule(app: App) -> None:
     ran: list[int] = []
     go_on = asyncio.Event()
 

@@ -64,7 +64,7 @@ async def names(app: App) -> list[str]:
 # The walk
 
 
-async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_none(app: App) -> None:
+async def test_verbs_on_a_missing_queue_are_not_errors_and_do_not_create_it(app: App) -> None:
     queue = app.queue("nowhere")
     await queue.sweep()
     assert (await queue.repair()).problems == []
@@ -76,7 +76,7 @@ async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_n
     assert await names(app) == []
 
 
-async def test_a_queue_is_there_from_its_first_task_on_and_can_be_looked_at_without_taking(app: App) -> None:
+async def test_queue_exists_from_its_first_task_and_can_be_read_without_claiming(app: App) -> None:
     for name in ("q1", "q2", "q3"):
         await app.enqueue_many(app.queue(name).bind(f"task{n}") for n in (1, 2, 3))
     assert await names(app) == ["q1", "q2", "q3"]
@@ -88,7 +88,7 @@ async def test_a_queue_is_there_from_its_first_task_on_and_can_be_looked_at_with
         assert tasks == ["task1", "task2", "task3"]
 
 
-async def test_tasks_are_taken_finished_and_given_back_without_registering_first(app: App) -> None:
+async def test_tasks_are_leased_completed_and_released_without_registration(app: App) -> None:
     queue = app.queue("q1")
     await app.enqueue_many(queue.bind(f"task{n}") for n in (1, 2, 3))
     first = await queue.lease(wait=0)
@@ -109,7 +109,7 @@ async def test_tasks_are_taken_finished_and_given_back_without_registering_first
     assert [job.id async for job in queue.jobs(state="waiting")] == []
 
 
-async def test_a_worker_is_listed_with_its_queues_while_it_is_there(app: App) -> None:
+async def test_worker_is_listed_with_its_queues_while_it_runs(app: App) -> None:
     @app.task(name="q1")
     async def one(n: int) -> int:
         return n
@@ -132,7 +132,7 @@ async def test_a_worker_is_listed_with_its_queues_while_it_is_there(app: App) ->
         assert await workers_of("q2") == []
 
 
-async def test_a_task_is_heard_of_from_its_request_to_its_end(app: App) -> None:
+async def test_listener_gets_enqueued_claimed_and_completed_events(app: App) -> None:
     queue = app.queue("q1")
     async with Listener(queue) as listener:
         handle = await queue.enqueue("task", id="t")
@@ -143,7 +143,7 @@ async def test_a_task_is_heard_of_from_its_request_to_its_end(app: App) -> None:
     assert await handle.result() == "result"  # It is stored, also for whoever did not listen.
 
 
-async def test_a_cancel_reaches_the_one_who_runs_it_and_the_task_does_not_come_back(app: App) -> None:
+async def test_cancel_reaches_the_lease_holder_and_the_task_does_not_return(app: App) -> None:
     stopped: list[str | None] = []
     started = asyncio.Event()
 
@@ -168,7 +168,7 @@ async def test_a_cancel_reaches_the_one_who_runs_it_and_the_task_does_not_come_b
     assert (await queue.stats()).running == 0
 
 
-async def test_deleting_a_queue_stops_its_runs_and_the_next_task_makes_it_anew(app: App) -> None:
+async def test_deleting_a_queue_stops_its_runs_and_the_next_task_recreates_it(app: App) -> None:
     started = asyncio.Event()
 
     @app.task(name="q1")
@@ -192,7 +192,7 @@ async def test_deleting_a_queue_stops_its_runs_and_the_next_task_makes_it_anew(a
     assert await app.queue("other").delete()
 
 
-async def test_a_unique_task_is_refused_while_it_waits_or_runs_and_may_come_again_after_that(app: App) -> None:
+async def test_unique_task_is_refused_while_live_and_accepted_after_its_end(app: App) -> None:
     queue = app.queue("q1")
     task = {"do": "this", "n": 1}
 
@@ -225,7 +225,7 @@ async def test_a_unique_task_is_refused_while_it_waits_or_runs_and_may_come_agai
 
 
 @pytest.mark.parametrize("how", ["cancelled", "deleted", "purged"])
-async def test_a_unique_task_that_was_taken_away_may_come_again(app: App, how: str) -> None:
+async def test_unique_task_that_was_removed_is_accepted_again(app: App, how: str) -> None:
     queue = app.queue("q1")
     await queue.enqueue("task", id="t", on_conflict="raise")
     if how == "cancelled":
@@ -238,7 +238,7 @@ async def test_a_unique_task_that_was_taken_away_may_come_again(app: App, how: s
     assert again.placed is Placed.NEW
 
 
-async def test_of_many_unique_requests_of_two_peers_one_is_taken(app: App, make_app: Callable[..., App]) -> None:
+async def test_one_of_many_unique_requests_of_two_peers_is_accepted(app: App, make_app: Callable[..., App]) -> None:
     async def ask(peer: App) -> bool:
         try:
             await peer.queue("q1").enqueue("task", id=content_id("task"), on_conflict="raise")
@@ -255,7 +255,7 @@ async def test_of_many_unique_requests_of_two_peers_one_is_taken(app: App, make_
 # Peers that die
 
 
-async def test_taking_back_from_one_peer_leaves_the_others_alone(app: App, make_app: Callable[..., App]) -> None:
+async def test_taking_back_leases_of_one_peer_leaves_the_other_peers(app: App, make_app: Callable[..., App]) -> None:
     queue = app.queue("q1")
     for n in range(3):
         await queue.enqueue(n, id=str(n))
@@ -276,7 +276,7 @@ async def test_taking_back_from_one_peer_leaves_the_others_alone(app: App, make_
         assert await returned.complete()
 
 
-async def test_work_that_comes_back_wakes_who_waits_for_work(app: App, make_app: Callable[..., App]) -> None:
+async def test_returned_job_wakes_a_waiting_worker(app: App, make_app: Callable[..., App]) -> None:
     queue = app.queue("q1")
     await queue.enqueue("task")
     held = await queue.lease(seconds=60, wait=0)
@@ -291,7 +291,7 @@ async def test_work_that_comes_back_wakes_who_waits_for_work(app: App, make_app:
     assert (lease.payload, lease.attempt) == ("task", 2)
 
 
-async def test_a_zombies_end_is_neither_stored_nor_told(app: App) -> None:
+async def test_completion_of_a_lost_lease_is_neither_stored_nor_published(app: App) -> None:
     queue = app.queue("q1")
     handle = await queue.enqueue("task", id="t")
     async with Listener(queue) as listener:
@@ -308,7 +308,7 @@ async def test_a_zombies_end_is_neither_stored_nor_told(app: App) -> None:
 
 
 @pytest.mark.parametrize("name", ["error", "with_underscore", "a.b-c", "job", "__proto__"])
-async def test_a_queue_of_an_awkward_name_works_like_any_other(app: App, name: str) -> None:
+async def test_queue_with_an_unusual_name_works(app: App, name: str) -> None:
     @app.task(name=name)
     async def echo(n: int) -> int:
         return n
@@ -320,7 +320,7 @@ async def test_a_queue_of_an_awkward_name_works_like_any_other(app: App, name: s
     assert await names(app) == [name]
 
 
-async def test_a_task_that_owns_something_for_ever_has_one_owner_and_moves_when_that_one_stops(
+async def test_endless_task_has_one_owner_and_moves_when_the_owner_stops(
     app: App, make_app: Callable[..., App]
 ) -> None:
     owners: list[str] = []

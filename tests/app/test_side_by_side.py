@@ -137,7 +137,7 @@ async def shaky(app: App, place: Place, faults: Faults) -> AsyncIterator[App]:
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-async def test_a_queue_that_cannot_be_extended_does_not_cost_another_its_leases(
+async def test_failing_extend_of_one_queue_does_not_lose_leases_of_another(
     shaky: App, faults: Faults, how: str
 ) -> None:
     over = asyncio.Event()
@@ -161,9 +161,7 @@ async def test_a_queue_that_cannot_be_extended_does_not_cost_another_its_leases(
         over.set()
 
 
-async def test_a_queue_that_cannot_be_settled_does_not_keep_back_the_results_of_another(
-    shaky: App, faults: Faults
-) -> None:
+async def test_failing_settle_of_one_queue_does_not_delay_results_of_another(shaky: App, faults: Faults) -> None:
     @shaky.task(name="a")
     async def down() -> int:
         return 1
@@ -182,9 +180,7 @@ async def test_a_queue_that_cannot_be_settled_does_not_keep_back_the_results_of_
         assert await stored.result(wait=20) == 1
 
 
-async def test_a_queue_whose_claim_gets_no_answer_does_not_hold_up_the_claims_of_another(
-    shaky: App, faults: Faults
-) -> None:
+async def test_hanging_claim_of_one_queue_does_not_delay_claims_of_another(shaky: App, faults: Faults) -> None:
     @shaky.task(name="a")
     async def down() -> int:
         return 1
@@ -204,7 +200,7 @@ async def test_a_queue_whose_claim_gets_no_answer_does_not_hold_up_the_claims_of
 
 
 @pytest.mark.parametrize("then", [StorageFull("disk is full"), StorageUnavailable("gone"), RuntimeError("a bug")])
-async def test_an_outcome_that_is_refused_and_then_meets_other_trouble_does_not_end_the_worker(
+async def test_refused_outcome_followed_by_another_error_does_not_end_the_worker(
     shaky: App, faults: Faults, then: Exception
 ) -> None:
     @shaky.task(name="a")
@@ -223,7 +219,7 @@ async def test_an_outcome_that_is_refused_and_then_meets_other_trouble_does_not_
         assert await handle.result(wait=10) == 1
 
 
-async def test_an_outcome_is_kept_and_stored_when_the_storage_has_room_again(shaky: App, faults: Faults) -> None:
+async def test_outcome_is_stored_when_a_full_storage_accepts_writes_again(shaky: App, faults: Faults) -> None:
     ran: list[int] = []
 
     @shaky.task(name="t")
@@ -241,7 +237,7 @@ async def test_an_outcome_is_kept_and_stored_when_the_storage_has_room_again(sha
 # Hints
 
 
-async def test_a_worker_that_cannot_listen_serves_all_the_same(shaky: App, faults: Faults) -> None:
+async def test_worker_that_cannot_subscribe_still_runs_jobs(shaky: App, faults: Faults) -> None:
     @shaky.task(name="t")
     async def work() -> int:
         return 1
@@ -283,7 +279,7 @@ async def test_an_event_hook_that_hangs_does_not_keep_the_worker_from_stopping(
 
 
 @pytest.mark.parametrize("verb", ["claim", "settle"])
-async def test_an_error_hook_that_hangs_holds_up_no_queue(shaky: App, faults: Faults, verb: str) -> None:
+async def test_hanging_error_hook_delays_no_queue(shaky: App, faults: Faults, verb: str) -> None:
     over = asyncio.Event()
     told: list[str] = []
 
@@ -313,7 +309,7 @@ async def test_an_error_hook_that_hangs_holds_up_no_queue(shaky: App, faults: Fa
 # Opening and closing
 
 
-async def test_two_that_open_an_app_together_open_its_storage_once(place: Place, app: App, faults: Faults) -> None:
+async def test_two_concurrent_opens_of_an_app_open_its_storage_once(place: Place, app: App, faults: Faults) -> None:
     shaky = faulty_app(place, faults)
     faults.before["open", None] = lambda: asyncio.sleep(0.02)
 
@@ -326,7 +322,7 @@ async def test_two_that_open_an_app_together_open_its_storage_once(place: Place,
     assert (faults.opened, faults.closed) == (1, 1)
 
 
-async def test_one_that_opens_an_app_while_another_closes_it_can_use_it(place: Place, app: App, faults: Faults) -> None:
+async def test_app_opened_while_another_task_closes_it_is_usable(place: Place, app: App, faults: Faults) -> None:
     shaky = faulty_app(place, faults)
     faults.before["close", None] = lambda: asyncio.sleep(0.05)
     await shaky.__aenter__()
@@ -338,7 +334,7 @@ async def test_one_that_opens_an_app_while_another_closes_it_can_use_it(place: P
     assert (faults.opened, faults.closed) == (2, 2)
 
 
-async def test_two_workers_of_one_app_can_begin_together(place: Place, app: App, faults: Faults) -> None:
+async def test_two_workers_of_one_app_can_start_together(place: Place, app: App, faults: Faults) -> None:
     shaky = faulty_app(place, faults)
     ran: list[str] = []
 
@@ -368,7 +364,7 @@ def _own_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("was_open", [True, False])
-async def test_an_app_that_cannot_be_opened_does_not_hold_up_the_blocking_calls_of_another(
+async def test_app_that_cannot_be_opened_does_not_delay_blocking_calls_of_another(
     place: Place, app: App, faults: Faults, was_open: bool
 ) -> None:
     down = faulty_app(place, faults)

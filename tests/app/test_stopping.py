@@ -20,7 +20,7 @@ MakeApp = Callable[..., App]
 # Cancel
 
 
-async def test_a_cancelled_async_run_is_cancelled_and_knows_why(app: App) -> None:
+async def test_cancelled_async_run_is_cancelled_with_a_reason(app: App) -> None:
     seen: list[str | None] = []
     started = asyncio.Event()
 
@@ -63,7 +63,7 @@ async def test_a_cancelled_sync_run_sees_it_and_ends(app: App) -> None:
     assert seen == ["cancel"]
 
 
-async def test_a_run_that_completes_in_spite_of_a_cancel_has_completed(app: App) -> None:
+async def test_run_that_returns_despite_a_cancel_is_completed(app: App) -> None:
     started = asyncio.Event()
 
     @app.task(name="t")
@@ -124,7 +124,7 @@ async def test_a_job_cancelled_before_its_start_never_runs(app: App) -> None:
     assert runs == [2]
 
 
-async def test_a_cancelled_job_stops_and_its_neighbours_go_on(app: App) -> None:
+async def test_cancelled_job_stops_and_other_runs_continue(app: App) -> None:
     started: list[int] = []
     go_on = asyncio.Event()
 
@@ -262,7 +262,7 @@ async def test_a_sync_run_sees_the_shutdown(app: App) -> None:
     assert await handle.state() is State.COMPLETED
 
 
-async def test_a_sync_run_that_ignores_the_shutdown_is_given_up_and_its_result_refused(app: App) -> None:
+async def test_sync_run_that_ignores_the_shutdown_is_abandoned_and_its_result_refused(app: App) -> None:
     release = threading.Event()
     started = threading.Event()
     ended = threading.Event()
@@ -338,7 +338,7 @@ async def test_run_serves_until_it_is_stopped(app: App) -> None:
     await asyncio.wait_for(running, 10)
 
 
-async def test_a_worker_can_be_told_to_stop_before_it_starts(app: App) -> None:
+async def test_worker_can_be_stopped_before_it_starts(app: App) -> None:
     @app.task(name="t")
     async def nothing() -> None: ...
 
@@ -376,7 +376,7 @@ async def test_an_error_in_the_block_stops_the_worker_and_is_not_hidden(app: App
         await block()
 
 
-async def test_the_last_run_of_a_lease_that_was_lost_ends_before_the_worker_has_stopped(app: App) -> None:
+async def test_worker_stops_only_after_the_run_of_a_lost_lease_ended(app: App) -> None:
     started = asyncio.Event()
     stopping = asyncio.Event()
     cleaned_up: list[str | None] = []
@@ -422,7 +422,7 @@ async def test_an_evicted_worker_stops_by_itself_and_gives_its_jobs_back(app: Ap
     assert await app.evict("nobody") is False
 
 
-async def test_a_worker_is_listed_while_it_serves_and_no_longer(app: App) -> None:
+async def test_worker_is_listed_only_while_it_runs(app: App) -> None:
     @app.task(name="t")
     async def nothing() -> None: ...
 
@@ -494,7 +494,7 @@ async def test_a_burst_with_nothing_to_do_or_paused_ends(app: App) -> None:
     assert runs == [1]
 
 
-async def test_a_burst_of_one_run_at_a_time_gets_through(app: App) -> None:
+async def test_burst_with_concurrency_one_runs_all_jobs(app: App) -> None:
     done: list[int] = []
 
     @app.task(name="a")

@@ -71,7 +71,7 @@ def outage(server: Server, request: pytest.FixtureRequest) -> Outage:
     return Outage(server, request.param)
 
 
-async def test_a_worker_finds_its_server_again_and_goes_on(app: App, outage: Outage) -> None:
+async def test_worker_reconnects_to_its_server_and_continues(app: App, outage: Outage) -> None:
     done: list[int] = []
 
     @app.task(name="t")
@@ -90,7 +90,7 @@ async def test_a_worker_finds_its_server_again_and_goes_on(app: App, outage: Out
     assert sorted(done) == list(range(100))
 
 
-async def test_jobs_that_waited_through_an_outage_are_drained(app: App, server: Server) -> None:
+async def test_jobs_waiting_during_an_outage_run_after_it(app: App, server: Server) -> None:
     done: list[int] = []
 
     @app.task(name="t", concurrency=5)
@@ -110,7 +110,7 @@ async def test_jobs_that_waited_through_an_outage_are_drained(app: App, server: 
     assert len(done) == 200  # What ended during the outage was settled after it, and so did not run again.
 
 
-async def test_what_ended_during_an_outage_is_settled_after_it(app: App, outage: Outage) -> None:
+async def test_run_that_ended_during_an_outage_is_settled_after_it(app: App, outage: Outage) -> None:
     runs: list[int] = []
     go_on = asyncio.Event()
 
@@ -135,7 +135,7 @@ async def test_what_ended_during_an_outage_is_settled_after_it(app: App, outage:
     assert [await handle.state() for handle in handles] == [State.COMPLETED, State.COMPLETED, State.FAILED]
 
 
-async def test_held_runs_go_on_through_an_outage_of_several_leases(app: App, outage: Outage) -> None:
+async def test_held_runs_continue_during_an_outage_of_several_leases(app: App, outage: Outage) -> None:
     lease_s = 1.0  # The holder has half of it to be heard of again, on a busy machine too.
     started = asyncio.Event()
     go_on = asyncio.Event()
@@ -161,9 +161,7 @@ async def test_held_runs_go_on_through_an_outage_of_several_leases(app: App, out
     assert (job.attempts, job.stalls) == (1, 0)
 
 
-async def test_a_singletons_run_ends_before_its_lease_can_pass_on_and_goes_back_uncounted(
-    app: App, outage: Outage
-) -> None:
+async def test_singleton_run_ends_before_its_lease_can_move_and_is_not_counted(app: App, outage: Outage) -> None:
     lease_s = 1.0
     stopped: list[tuple[float, str | None]] = []
     counts: list[tuple[int, int, int, int]] = []
@@ -198,7 +196,7 @@ async def test_a_singletons_run_ends_before_its_lease_can_pass_on_and_goes_back_
     assert counts == [(1, 0, 0, 0), (2, 0, 0, 0)]
 
 
-async def test_a_task_may_choose_to_die_with_the_storage_or_to_hold(app: App, server: Server) -> None:
+async def test_task_may_choose_to_stop_or_to_hold_during_an_outage(app: App, server: Server) -> None:
     started: list[str] = []
     stopped: list[str] = []
     go_on = asyncio.Event()
@@ -259,7 +257,7 @@ async def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing(
     assert (await app.queue("t").stats()).totals["completed"] == 300
 
 
-async def test_a_worker_can_be_stopped_while_its_server_is_away(app: App, server: Server) -> None:
+async def test_worker_can_be_stopped_while_its_server_is_down(app: App, server: Server) -> None:
     started = asyncio.Event()
 
     @app.task(name="t")
@@ -279,7 +277,7 @@ async def test_a_worker_can_be_stopped_while_its_server_is_away(app: App, server
         await until(lambda: _idle(app), 15)
 
 
-async def test_a_burst_does_not_take_an_outage_for_an_empty_queue(app: App, server: Server) -> None:
+async def test_burst_does_not_end_during_an_outage(app: App, server: Server) -> None:
     done: list[int] = []
 
     @app.task(name="t")
@@ -295,7 +293,7 @@ async def test_a_burst_does_not_take_an_outage_for_an_empty_queue(app: App, serv
     assert done == [1]
 
 
-async def test_trouble_with_the_storage_is_told_and_only_while_it_lasts(app: App, server: Server) -> None:
+async def test_storage_errors_are_reported_only_while_they_last(app: App, server: Server) -> None:
     told: list[str] = []
 
     @app.on_error
@@ -322,7 +320,7 @@ async def test_trouble_with_the_storage_is_told_and_only_while_it_lasts(app: App
 # SQLite
 
 
-async def test_a_locked_sqlite_file_holds_a_worker_up_and_loses_nothing(tmp_path: Path) -> None:
+async def test_locked_sqlite_file_delays_a_worker_and_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     runs: list[tuple[int, int]] = []
     go_on = asyncio.Event()
@@ -351,7 +349,7 @@ async def test_a_locked_sqlite_file_holds_a_worker_up_and_loses_nothing(tmp_path
         assert (await app.queue("t").repair(dry_run=True)).problems == []
 
 
-async def test_a_singleton_on_a_locked_sqlite_file_ends_before_its_lease_can_pass_on(tmp_path: Path) -> None:
+async def test_singleton_on_a_locked_sqlite_file_ends_before_its_lease_can_move(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     stopped: list[str | None] = []
     started = asyncio.Event()

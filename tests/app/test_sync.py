@@ -60,7 +60,7 @@ def parameters(function: Any) -> list[tuple[str, Any, Any]]:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
-def test_every_verb_has_a_blocking_twin_of_the_same_signature_and_words(pair: tuple[type, type]) -> None:
+def test_every_verb_has_a_blocking_form_with_equal_signature_and_docstring(pair: tuple[type, type]) -> None:
     source, facade = map(verbs, pair)
     assert source.keys() == facade.keys()
     assert len(source) >= 4
@@ -70,7 +70,7 @@ def test_every_verb_has_a_blocking_twin_of_the_same_signature_and_words(pair: tu
         assert not inspect.iscoroutinefunction(facade[name]), name
 
 
-def test_the_apps_own_verbs_have_blocking_twins() -> None:
+def test_verbs_of_the_app_have_blocking_forms() -> None:
     made_of = {"enqueue_many", "queue", "stats", "evict"}
     assert made_of <= verbs(SyncApp).keys()
     for name in verbs(SyncApp).keys() - {"close"}:
@@ -79,7 +79,7 @@ def test_the_apps_own_verbs_have_blocking_twins() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
-async def test_what_can_be_read_of_one_can_be_read_of_its_twin(pair: tuple[type, type], tmp_path: Path) -> None:
+async def test_blocking_objects_have_the_properties_of_the_async_ones(pair: tuple[type, type], tmp_path: Path) -> None:
     async with Holdfast(f"sqlite:///{tmp_path}/jobs.db") as app:
 
         @app.task(name="t")
@@ -188,14 +188,14 @@ def test_a_sync_handler_may_block_on_another_task(serving: Any) -> None:
         assert list(threads.map(serving.indirect.sync.call, range(12))) == [2 * n for n in range(12)]
 
 
-def test_what_was_closed_opens_again_by_itself(serving: Any) -> None:
+def test_blocking_call_reopens_a_closed_app(serving: Any) -> None:
     assert serving.add.sync.call(1) == 2
     serving.sync.close()
     serving.sync.close()
     assert serving.add.sync.call(2) == 3
 
 
-def test_a_blocking_call_may_come_before_and_beside_the_open_app(serving: Any) -> None:
+def test_blocking_calls_work_before_and_while_the_app_is_open(serving: Any) -> None:
     async def both() -> tuple[int, int]:
         async with serving_again:
             blocking = asyncio.to_thread(serving.add.sync.call, 1)
@@ -308,7 +308,7 @@ def test_an_interrupt_in_a_block_gives_the_job_back_and_later_calls_work(queue: 
     assert queue.lease(wait=5) is not None
 
 
-def test_jobs_are_iterated_past_one_page_and_may_be_left_early(queue: SyncQueue, place: Place) -> None:
+def test_job_iteration_crosses_pages_and_may_stop_early(queue: SyncQueue, place: Place) -> None:
     app = place.app()
     app.sync.enqueue_many(app.queue("q").bind(n, id=f"{n:03d}") for n in range(120))
     app.sync.close()
@@ -320,7 +320,7 @@ def test_jobs_are_iterated_past_one_page_and_may_be_left_early(queue: SyncQueue,
         break
 
 
-def test_events_are_iterated_as_they_come(queue: SyncQueue) -> None:
+def test_events_are_iterated_as_they_arrive(queue: SyncQueue) -> None:
     heard: list[EventKind] = []
     listening = threading.Event()
 
@@ -428,7 +428,7 @@ def test_a_script_that_exits_in_a_block_ends_with_its_own_code(place: Place) -> 
 
 
 @pytest.mark.storages("sqlite", "valkey")
-def test_a_forked_child_has_a_connection_of_its_own(place: Place) -> None:
+def test_forked_child_has_a_separate_connection(place: Place) -> None:
     told = run_script(
         place,
         """
@@ -453,7 +453,7 @@ def test_a_forked_child_has_a_connection_of_its_own(place: Place) -> None:
 
 
 @pytest.mark.storages("sqlite", "valkey")
-def test_a_forked_child_may_end_as_a_program_does(place: Place) -> None:
+def test_forked_child_may_exit_normally(place: Place) -> None:
     told = run_script(
         place,
         """
@@ -469,7 +469,7 @@ def test_a_forked_child_may_end_as_a_program_does(place: Place) -> None:
     assert told == "0 child\n"
 
 
-def test_an_interrupt_during_a_wait_ends_it_and_leaves_the_rest_working(place: Place) -> None:
+def test_interrupt_ends_a_wait_and_later_calls_work(place: Place) -> None:
     told = run_script(
         place,
         """

@@ -42,7 +42,7 @@ def app(tmp_path: Path) -> Holdfast[Any]:
 # Drain
 
 
-async def test_drain_runs_what_is_ready_and_what_that_makes_ready(app: Holdfast[Any]) -> None:
+async def test_drain_runs_ready_jobs_and_the_jobs_that_they_enqueue(app: Holdfast[Any]) -> None:
     ran: list[int] = []
 
     @app.task(name="down")
@@ -90,7 +90,7 @@ async def test_drain_runs_jobs_of_all_tasks_and_says_how_each_ended(app: Holdfas
         assert events["b"].error.message == "on purpose"
 
 
-async def test_results_errors_and_cached_results_are_as_in_real_life(app: Holdfast[Any]) -> None:
+async def test_results_errors_and_cached_results_equal_those_of_a_worker(app: Holdfast[Any]) -> None:
     @app.task(name="add", unique="{a}")
     async def add(a: int) -> int:
         if a < 0:
@@ -108,7 +108,7 @@ async def test_results_errors_and_cached_results_are_as_in_real_life(app: Holdfa
         assert (await add.enqueue(1)).placed is Placed.COMPLETED
 
 
-async def test_an_endless_drain_is_stopped_and_says_what_to_look_for(app: Holdfast[Any]) -> None:
+async def test_endless_drain_is_stopped_with_a_helpful_error(app: Holdfast[Any]) -> None:
     ran: list[int] = []
 
     @app.task(name="endless")
@@ -123,7 +123,7 @@ async def test_an_endless_drain_is_stopped_and_says_what_to_look_for(app: Holdfa
         assert 50 <= len(ran) < 200
 
 
-async def test_a_job_that_asks_for_itself_again_and_again_is_stopped_too(app: Holdfast[Any]) -> None:
+async def test_drain_of_a_job_that_always_reenqueues_itself_is_stopped(app: Holdfast[Any]) -> None:
     @app.task(name="again", min_backoff=0, max_backoff=0, max_retries=1_000_000)
     async def again() -> None:
         raise Retry(delay=0)
@@ -137,7 +137,7 @@ async def test_a_job_that_asks_for_itself_again_and_again_is_stopped_too(app: Ho
 # Advance
 
 
-async def test_a_delayed_job_runs_when_its_time_has_come(app: Holdfast[Any]) -> None:
+async def test_delayed_job_runs_at_its_time(app: Holdfast[Any]) -> None:
     ran: list[datetime] = []
 
     @app.task(name="remind")
@@ -155,7 +155,7 @@ async def test_a_delayed_job_runs_when_its_time_has_come(app: Holdfast[Any]) -> 
         assert [at - START for at in ran] == [timedelta(days=1)]
 
 
-async def test_a_day_takes_no_time(app: Holdfast[Any]) -> None:
+async def test_advancing_a_day_takes_no_real_time(app: Holdfast[Any]) -> None:
     @app.task(name="far")
     async def far() -> None: ...
 
@@ -222,7 +222,7 @@ async def test_backoffs_grow_on_the_clock_of_the_rehearsal(app: Holdfast[Any]) -
         assert raised.value.attempts == 4
 
 
-async def test_advance_runs_what_is_ready_now_as_well(app: Holdfast[Any]) -> None:
+async def test_advance_also_runs_jobs_that_are_ready_now(app: Holdfast[Any]) -> None:
     @app.task(name="now")
     async def now() -> None: ...
 
@@ -247,7 +247,7 @@ async def test_results_are_forgotten_on_the_clock_of_the_rehearsal(app: Holdfast
         assert await handle.state() is None
 
 
-async def test_a_rehearsal_begins_when_it_is_told_to(app: Holdfast[Any]) -> None:
+async def test_rehearsal_starts_at_the_given_time(app: Holdfast[Any]) -> None:
     with rehearse(app, now=datetime(2030, 5, 6, tzinfo=UTC)) as jobs:
         assert jobs.now == datetime(2030, 5, 6, tzinfo=UTC)
         handle = await app.queue("q").enqueue(1)
@@ -261,7 +261,7 @@ async def test_a_rehearsal_begins_when_it_is_told_to(app: Holdfast[Any]) -> None
 # What ran
 
 
-async def test_ran_tells_of_one_task_or_of_all(app: Holdfast[Any]) -> None:
+async def test_ran_lists_runs_of_one_task_or_of_all(app: Holdfast[Any]) -> None:
     @app.task(name="one")
     async def one() -> None: ...
 
@@ -326,7 +326,7 @@ async def test_nothing_of_the_apps_own_storage_is_touched(app: Holdfast[Any], tm
         await task.enqueue()
 
 
-async def test_nothing_is_left_after_it_and_nothing_was_there_before(app: Holdfast[Any]) -> None:
+async def test_rehearsal_starts_empty_and_leaves_nothing(app: Holdfast[Any]) -> None:
     async with app:
         await app.queue("q").enqueue("real", id="a")
     with rehearse(app):
@@ -418,7 +418,7 @@ def test_a_sync_test_rehearses_with_the_blocking_verbs(app: Holdfast[Any], tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unserved_app_says_that_it_has_no_tasks(app: Holdfast[Any]) -> None:
+def test_app_without_tasks_says_that_it_has_no_tasks(app: Holdfast[Any]) -> None:
     with rehearse(app) as jobs, pytest.raises(OptionError, match="this app has no tasks"):
         asyncio.run(jobs.drain())
 
@@ -501,7 +501,7 @@ def test_a_failing_test_still_puts_the_app_back(project: Callable[[str], subproc
 
 
 @pytest.mark.suite("usual")
-def test_who_only_runs_jobs_need_not_have_pytest() -> None:
+def test_package_works_without_pytest() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules['pytest'] = None; import holdfast, holdfast.testing"],
         capture_output=True,

@@ -149,7 +149,7 @@ async def caller(
 # Exactly if it commits
 
 
-async def test_a_worker_runs_exactly_what_was_committed(app: Holdfast[Any], caller: Caller) -> None:
+async def test_worker_runs_exactly_the_committed_jobs(app: Holdfast[Any], caller: Caller) -> None:
     ran: list[str] = []
 
     @app.task(name="welcome")
@@ -172,7 +172,7 @@ async def _is_idle(app: Holdfast[Any], queue: str) -> bool:
     return (stats.ready, stats.running) == (0, 0)
 
 
-async def test_nothing_is_seen_before_the_commit(app: Holdfast[Any], caller: Caller) -> None:
+async def test_job_is_invisible_before_the_commit(app: Holdfast[Any], caller: Caller) -> None:
     @app.task(name="t")
     async def task(n: int) -> int:
         return n
@@ -184,7 +184,7 @@ async def test_nothing_is_seen_before_the_commit(app: Holdfast[Any], caller: Cal
     assert await handle.state() is State.WAITING
 
 
-async def test_what_was_rolled_back_was_never_there(app: Holdfast[Any], caller: Caller) -> None:
+async def test_rolled_back_job_never_existed(app: Holdfast[Any], caller: Caller) -> None:
     @app.task(name="t")
     async def task(n: int) -> int:
         return n
@@ -252,7 +252,7 @@ async def test_a_waiting_worker_finds_a_committed_job_soon(app: Holdfast[Any], c
         assert await handle.result(wait=5) == "found"
 
 
-async def test_ids_conflicts_and_options_mean_what_they_always_mean(app: Holdfast[Any], caller: Caller) -> None:
+async def test_ids_conflicts_and_options_work_in_a_transaction(app: Holdfast[Any], caller: Caller) -> None:
     @app.task(name="t", unique="{n}")
     async def task(n: int, value: str = "") -> str:
         return value
@@ -298,7 +298,7 @@ async def test_an_app_that_is_not_open_may_enqueue_in_a_transaction(
     assert info.payload == {"n": 7}
 
 
-async def test_what_is_no_good_is_refused_and_the_transaction_goes_on(app: Holdfast[Any], caller: Caller) -> None:
+async def test_refused_payload_leaves_the_transaction_usable(app: Holdfast[Any], caller: Caller) -> None:
     queue = app.queue("q")
     await caller.write("mine")
     with pytest.raises(PayloadRejected, match="at most 1048576"):
@@ -311,12 +311,12 @@ async def test_what_is_no_good_is_refused_and_the_transaction_goes_on(app: Holdf
     assert info.payload == "good"
 
 
-async def test_what_bind_did_not_give_is_refused(app: Holdfast[Any], caller: Caller) -> None:
+async def test_unbound_request_is_refused(app: Holdfast[Any], caller: Caller) -> None:
     with pytest.raises(OptionError, match="bind"):
         app.enqueue_in(caller.transaction, {"not": "bound"})  # type: ignore[arg-type]
 
 
-async def test_what_is_no_transaction_is_refused(app: Holdfast[Any], tmp_path: Path) -> None:
+async def test_object_that_is_not_a_transaction_is_refused(app: Holdfast[Any], tmp_path: Path) -> None:
     bound = app.queue("q").bind(1)
     elsewhere = sqlite3.connect(tmp_path / "elsewhere.db")
     try:
@@ -360,7 +360,7 @@ async def test_a_duplicate_in_a_transaction_is_raised_if_asked_for(on_file: Hold
         db.close()
 
 
-async def test_an_error_in_the_callers_block_takes_the_job_back(on_file: Holdfast[Any], tmp_path: Path) -> None:
+async def test_error_in_the_block_of_the_caller_rolls_the_job_back(on_file: Holdfast[Any], tmp_path: Path) -> None:
     def block() -> None:
         with closing(sqlite3.connect(tmp_path / "jobs.db")) as db, db:
             on_file.enqueue_in(db, on_file.queue("q").bind(1, id="a"))
@@ -409,7 +409,7 @@ async def test_a_pipeline_handle_waits_for_the_run_that_the_commit_asked_for(on_
 # Memory
 
 
-async def test_memory_has_no_transactions_and_says_what_has() -> None:
+async def test_memory_has_no_transactions_and_names_storages_that_have() -> None:
     async with Holdfast("memory://") as app:
         db = sqlite3.connect(":memory:")
         try:

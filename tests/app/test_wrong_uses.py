@@ -89,7 +89,7 @@ def test_an_id_template_that_cannot_be_read_is_refused(idle: Holdfast[Any]) -> N
         async def task(user_id: int) -> None: ...
 
 
-def test_a_task_is_not_unique_and_singleton_at_once(idle: Holdfast[Any]) -> None:
+def test_task_cannot_be_unique_and_singleton(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match="t: unique and singleton are mutually exclusive"):
 
         @idle.task(name="t", unique="a", singleton="b")
@@ -118,7 +118,7 @@ def test_a_queue_name_that_is_not_valid_is_refused(idle: Holdfast[Any], name: An
             idle.task(name=name)(lambda: None)
 
 
-def test_a_task_does_not_take_the_place_of_a_fail_handler(idle: Holdfast[Any]) -> None:
+def test_task_cannot_use_the_queue_of_a_fail_handler(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match=r"t/failed is the name of a fail handler's queue: use @task\.on_failure"):
         idle.task(name="t/failed")(lambda: None)
 
@@ -137,7 +137,7 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
         task.on_failure(first)
 
 
-def test_a_task_is_a_function(idle: Holdfast[Any]) -> None:
+def test_task_that_is_not_a_function_is_refused(idle: Holdfast[Any]) -> None:
     for wrong in (5, "name", int):
         with pytest.raises(OptionError, match="a task must be a function, not"):
             idle.task(wrong)  # type: ignore[arg-type]
@@ -178,12 +178,12 @@ def test_an_option_of_a_task_that_is_out_of_range_is_refused(
         idle.task(name="t", **{option: value})(lambda: None)
 
 
-def test_a_largest_backoff_is_not_less_than_the_least(idle: Holdfast[Any]) -> None:
+def test_max_backoff_below_min_backoff_is_refused(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError, match=r"max_backoff \(1 s\) is less than min_backoff \(5 s\)"):
         idle.task(name="t", min_backoff=5, max_backoff=1)(lambda: None)
 
 
-def test_a_task_whose_definition_was_refused_can_be_defined_rightly(idle: Holdfast[Any]) -> None:
+def test_task_whose_definition_was_refused_can_be_defined_again(idle: Holdfast[Any]) -> None:
     with pytest.raises(OptionError):
         idle.task(name="t", priority=99)(lambda: None)
     assert idle.tasks == []
@@ -244,7 +244,7 @@ async def test_an_update_with_a_rule_that_is_not_known_is_refused(app: Holdfast[
 
 
 @pytest.mark.parametrize("wait", [-1, "5", float("nan"), 10**9, True])
-async def test_a_wait_that_is_no_length_is_refused(app: Holdfast[Any], wait: Any) -> None:
+async def test_wait_that_is_not_a_duration_is_refused(app: Holdfast[Any], wait: Any) -> None:
     @app.task(name="t")
     async def task() -> None: ...
 
@@ -257,7 +257,7 @@ async def test_a_wait_that_is_no_length_is_refused(app: Holdfast[Any], wait: Any
         await app.queue("t").lease(wait=wait)
 
 
-async def test_a_call_that_python_would_refuse_is_the_same_type_error(app: Holdfast[Any]) -> None:
+async def test_wrong_arguments_raise_the_type_error_of_python(app: Holdfast[Any]) -> None:
     @app.task(name="t")
     async def task(a: int, *, b: int = 1) -> None: ...
 
@@ -319,13 +319,13 @@ async def test_a_payload_that_is_too_large_is_refused_with_its_size(make_app: Ap
 
 
 @pytest.mark.storages("memory", "sqlite", "valkey")
-async def test_a_payload_is_at_most_a_mebibyte_unless_told_otherwise(app: Holdfast[Any]) -> None:
+async def test_payload_limit_is_one_mebibyte_by_default(app: Holdfast[Any]) -> None:
     await app.queue("q").enqueue(b"x" * 1_048_576)
     with pytest.raises(PayloadRejected, match="has 1048577 bytes, at most 1048576"):
         await app.queue("q").enqueue(b"x" * 1_048_577)
 
 
-def test_an_id_function_that_gives_no_text_is_refused(idle: Holdfast[Any]) -> None:
+def test_id_function_that_does_not_return_text_is_refused(idle: Holdfast[Any]) -> None:
     @idle.task(name="t", unique=lambda n: n)
     async def task(n: int) -> None: ...
 
@@ -466,7 +466,7 @@ loop.close()
 
 
 @pytest.mark.storages("memory", "sqlite", "valkey")
-def test_an_open_app_is_of_no_use_in_a_forked_child(place: Place) -> None:
+def test_open_app_is_refused_in_a_forked_child(place: Place) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, place.url, place.namespace]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -511,7 +511,7 @@ def closed_port() -> int:
         return port
 
 
-async def test_a_server_that_cannot_be_reached_is_named_in_time() -> None:
+async def test_unreachable_server_is_named_within_the_timeout() -> None:
     port = closed_port()
     began = time.monotonic()
     with pytest.raises(StorageUnavailable, match=rf"127\.0\.0\.1:{port}.*is it up"):
@@ -520,7 +520,7 @@ async def test_a_server_that_cannot_be_reached_is_named_in_time() -> None:
     assert time.monotonic() - began < 8
 
 
-def test_a_server_that_cannot_be_reached_is_named_by_blocking_calls_too() -> None:
+def test_unreachable_server_is_named_by_blocking_calls() -> None:
     app = Holdfast(f"valkey://127.0.0.1:{closed_port()}?timeout=0.5")
     began = time.monotonic()
     for _ in range(2):
@@ -529,7 +529,7 @@ def test_a_server_that_cannot_be_reached_is_named_by_blocking_calls_too() -> Non
     assert time.monotonic() - began < 15
 
 
-async def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(HoldfastError, match="nowhere"):
         async with Holdfast(f"sqlite:///{tmp_path}/nowhere/jobs.db"):
             pass
@@ -616,7 +616,7 @@ def test_a_password_is_not_in_the_refusal_of_a_url(url: str) -> None:
     assert "hunter2" not in str(raised.value)
 
 
-async def test_a_newer_layout_is_refused_with_the_way_out_sqlite(tmp_path: Path) -> None:
+async def test_newer_sqlite_layout_is_refused_with_advice(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
     async with Holdfast(url) as app:
         await app.queue("q").enqueue(1)
@@ -648,7 +648,7 @@ def test_a_worker_needs_tasks(idle: Holdfast[Any]) -> None:
         idle.worker("elsewhere")
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(idle: Holdfast[Any]) -> None:
+def test_pattern_that_matches_nothing_is_refused_with_the_known_queues(idle: Holdfast[Any]) -> None:
     idle.task(name="reports.daily")(lambda: None)
     idle.task(name="mail.send")(lambda: None)
     with pytest.raises(OptionError, match=r"no task matches 'report\.\*': the app has reports\.daily, mail\.send"):
@@ -703,7 +703,7 @@ async def test_annotations_that_cannot_be_read_stop_a_worker_before_it_claims(ap
 # Stubs, handlers, leases
 
 
-async def test_a_stub_is_no_function_to_be_called_here(app: Holdfast[Any]) -> None:
+async def test_stub_cannot_be_called_directly(app: Holdfast[Any]) -> None:
     @app.stub(name="far.away")
     def render(doc: str) -> str: ...
 
@@ -718,12 +718,12 @@ def test_a_stub_needs_a_name(idle: Holdfast[Any]) -> None:
         idle.stub()  # type: ignore[call-arg]
 
 
-def test_current_job_is_for_handlers() -> None:
+def test_current_job_is_refused_outside_handlers() -> None:
     with pytest.raises(HoldfastError, match=r"no job runs here: call current_job\(\) only inside a handler"):
         current_job()
 
 
-def test_a_retry_has_one_time() -> None:
+def test_retry_with_two_times_is_refused() -> None:
     with pytest.raises(OptionError, match="delay and at of Retry are mutually exclusive"):
         Retry(delay=1, at=datetime.now(UTC))
 
@@ -771,7 +771,7 @@ def test_every_error_is_a_holdfast_error() -> None:
     assert all(issubclass(error, HoldfastError) for error in errors)
 
 
-def test_the_newer_layout_of_a_server_is_refused_with_the_way_out() -> None:
+def test_newer_layout_of_a_server_is_refused_with_advice() -> None:
     with servers.Server("valkey") as server:
         app = Holdfast(server.url)
         app.sync.queue("q").enqueue(1)
@@ -790,7 +790,7 @@ def _keys(server: servers.Server) -> list[bytes]:
 
 
 @pytest.mark.parametrize("hook", ["middleware", "after_execution", "on_event", "on_error"])
-def test_a_hook_that_is_no_function_is_refused_when_it_is_given(hook: str) -> None:
+def test_hook_that_is_not_a_function_is_refused_at_registration(hook: str) -> None:
     app = Holdfast("memory://")
     with pytest.raises(OptionError, match=f"{hook} takes a function, not 'seconds'.*@app.{hook}"):
         getattr(app, hook)("seconds")

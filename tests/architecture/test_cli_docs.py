@@ -39,7 +39,7 @@ def test_every_command_is_on_the_list_that_help_shows() -> None:
     assert [name for name in COMMANDS if not re.search(rf"^  {name}\b", shown, re.MULTILINE)] == []
 
 
-def test_every_command_has_its_place_in_the_docs_with_every_option() -> None:
+def test_every_command_and_option_is_in_the_docs() -> None:
     sections = by_heading((DOCS / "cli.md").read_text())
     assert [name for name in COMMANDS if name not in sections] == []
     for name in COMMANDS:
@@ -50,7 +50,7 @@ def test_every_command_has_its_place_in_the_docs_with_every_option() -> None:
                 assert re.search(rf"{spelled}\b", there), f"docs/reference/cli.md does not name {spelled} under {name}"
 
 
-def test_no_command_or_option_is_in_the_docs_that_is_not_there() -> None:
+def test_every_command_and_option_in_the_docs_exists() -> None:
     known = {spelled for name in COMMANDS for option in options(commands.commands[name]) for spelled in option.opts}
     page = (DOCS / "cli.md").read_text()
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) - known - {"--help", "--version"} == set()
@@ -68,7 +68,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_every_public_method_says_what_it_does(kind: type) -> None:
+def test_every_public_method_has_a_docstring(kind: type) -> None:
     silent = [name for name in public(kind) if not inspect.getdoc(inspect.getattr_static(kind, name))]
     assert silent == []
 

@@ -81,7 +81,7 @@ def test_values_and_decisions_do_no_io(module: str) -> None:
     assert used & IMPURE <= EXCEPTIONS.get(module, set())
 
 
-def test_storages_know_no_policy() -> None:
+def test_storages_import_no_policy() -> None:
     above = ("holdfast._core.retry_policy", "holdfast._core.capacity", "holdfast._core.options")
     for path in (SOURCE / "storage").rglob("*.py"):
         assert not {name for name in imports(path) if name.startswith(above)}, path
@@ -97,7 +97,7 @@ def test_storages_read_their_own_clock_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
@@ -108,7 +108,7 @@ def test_client_and_worker_import_no_concrete_storage() -> None:
             assert not used & {"local", "redis", "postgres"}, path
 
 
-def test_every_command_in_the_readme_is_there() -> None:
+def test_every_command_in_the_readme_exists() -> None:
     script = (ROOT / "dev").read_text()
     lines = (ROOT / "README.md").read_text().splitlines()
     words = [line.split()[1] for line in lines if line.strip().startswith("./dev ")]

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_diagram_and_the_table_are_drawn_from_the_machine() -> None:
+def test_diagram_and_table_are_generated_from_the_transition_table() -> None:
     command = [sys.executable, "tools/docs.py", "--check"]
     assert subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode == 0
 
@@ -22,7 +22,7 @@ def test_every_kind_of_problem_is_explained() -> None:
     assert kinds == explained
 
 
-def test_every_link_between_pages_leads_somewhere() -> None:
+def test_every_link_between_pages_resolves() -> None:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples/README.md", ROOT / "benchmarks/README.md"]
     broken: list[str] = []
     for page in pages:
@@ -46,7 +46,7 @@ def test_every_page_is_in_the_index() -> None:
     assert [page for page in listed if f"({page})" not in index] == []
 
 
-def test_the_program_in_the_readme_is_short_and_prints_what_it_says(tmp_path: Path) -> None:
+def test_readme_program_is_short_and_prints_the_shown_output(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     said = re.findall(r"print\(.*\)  # (.*)", code)

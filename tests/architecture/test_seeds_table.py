@@ -58,7 +58,7 @@ def test_the_table_has_every_item_once_and_in_order() -> None:
     assert [item for item, _, _ in rows()] == expected
 
 
-def test_every_row_ends_in_a_test_a_sentence_of_the_design_or_a_part_to_come() -> None:
+def test_every_row_ends_in_a_test_or_a_reason() -> None:
     assert [item for item, _, answer in rows() if not ANSWER.search(answer)] == []
 
 

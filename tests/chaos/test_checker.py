@@ -38,7 +38,7 @@ from tests.chaos.forged import (
 )
 
 
-def test_a_good_history_has_nothing_wrong_and_every_promise_is_checked() -> None:
+def test_good_history_has_no_errors_and_every_promise_is_checked() -> None:
     verdict = good().judged()
     assert dict(verdict.wrong) == {}
     assert [promise for promise in PROMISES if not verdict.checks[promise]] == []
@@ -267,14 +267,14 @@ FORGED: dict[str, tuple[str, str, Callable[[Tale], Any]]] = {
 
 
 @pytest.mark.parametrize(("promise", "said", "forge"), FORGED.values(), ids=FORGED)
-def test_the_checker_sees_what_is_wrong(promise: str, said: str, forge: Callable[[Tale], Any]) -> None:
+def test_checker_finds_each_forged_error(promise: str, said: str, forge: Callable[[Tale], Any]) -> None:
     tale = good()
     forge(tale)
     wrong = tale.judged().wrong
     assert any(said in case for case in wrong[promise]), dict(wrong)
 
 
-def test_two_histories_or_more_were_forged_for_every_promise() -> None:
+def test_every_promise_has_at_least_two_forged_histories() -> None:
     forged = [promise for promise, _, _ in FORGED.values()]
     assert {promise for promise in PROMISES if forged.count(promise) < 2} == set()
 
@@ -479,7 +479,7 @@ FINE: dict[str, Callable[[Tale], Any]] = {
 
 
 @pytest.mark.parametrize("change", FINE.values(), ids=FINE)
-def test_the_checker_knows_what_only_looks_wrong(change: Callable[[Tale], Any]) -> None:
+def test_checker_accepts_correct_histories_that_look_wrong(change: Callable[[Tale], Any]) -> None:
     tale = good()
     change(tale)
     assert dict(tale.judged().wrong) == {}
@@ -590,7 +590,7 @@ CAUSES: dict[str, tuple[str, Callable[[Tale], Any]]] = {
 
 
 @pytest.mark.parametrize(("cause", "change"), CAUSES.values(), ids=CAUSES)
-def test_a_run_that_was_lost_is_put_down_to_what_cost_it(cause: str, change: Callable[[Tale], Any]) -> None:
+def test_lost_run_is_attributed_to_its_fault(cause: str, change: Callable[[Tale], Any]) -> None:
     tale = good()
     change(tale)
     verdict = tale.judged()
@@ -599,7 +599,7 @@ def test_a_run_that_was_lost_is_put_down_to_what_cost_it(cause: str, change: Cal
 
 
 @pytest.mark.parametrize("kind", ["crash", "poison"])
-def test_a_neighbour_that_crashes_costs_all_runs_in_its_process(kind: str) -> None:
+def test_crash_of_one_run_is_attributed_to_all_runs_of_its_process(kind: str) -> None:
     tale = good()
     _neighbour(tale, kind)
     verdict = tale.judged()

@@ -466,14 +466,14 @@ SUBTLE: dict[str, tuple[str, str, Callable[[Tale], Any]]] = {
 
 
 @pytest.mark.parametrize(("promise", "said", "forge"), SUBTLE.values(), ids=SUBTLE)
-def test_the_checker_sees_what_is_harder_to_see(promise: str, said: str, forge: Callable[[Tale], Any]) -> None:
+def test_checker_finds_each_subtle_forged_error(promise: str, said: str, forge: Callable[[Tale], Any]) -> None:
     tale = good()
     forge(tale)
     wrong = tale.judged().wrong
     assert any(said in case for case in wrong[promise]), dict(wrong)
 
 
-def test_two_processes_of_one_number_are_not_mixed_up() -> None:
+def test_two_processes_with_the_same_pid_are_distinguished() -> None:
     """The first was killed as it claimed; the second has its process id, and counts its calls from the start."""
     tale = good()
     stall(tale, "orphan again", 2)
@@ -490,7 +490,7 @@ def test_two_processes_of_one_number_are_not_mixed_up() -> None:
 # What faults cost
 
 
-def test_what_faults_met_and_how_long_it_took_until_things_went_on() -> None:
+def test_fault_hits_and_recovery_times_are_measured() -> None:
     costs = Costs(good().checked().story)
     assert dict(costs.faults) == {"worker kill": 1, "cut": 1, "server pause": 1}
     assert costs.recoveries == {"worker kill": [pytest.approx(8.0 - 3.3)]}
@@ -498,7 +498,7 @@ def test_what_faults_met_and_how_long_it_took_until_things_went_on() -> None:
     assert costs.excesses == []
 
 
-def test_a_fault_that_meets_nothing_is_no_hit() -> None:
+def test_fault_without_effect_is_not_a_hit() -> None:
     tale = good()
     assert Costs(tale.checked().story).hits["server pause"] == 0
     tale.fault("server pause", 0, 6.1, 6.2)
@@ -508,14 +508,14 @@ def test_a_fault_that_meets_nothing_is_no_hit() -> None:
     assert hits == {"worker kill": 1, "cut": 1, "server pause": 1, "child kill": 0}
 
 
-def test_what_ended_and_nobody_heard_so_is_over() -> None:
+def test_settlement_without_a_seen_reply_counts_as_ended() -> None:
     tale = good()
     lease = tale.leases["question"]
     lease.settlings[0] = lease.settlings[0][0], None
     assert Costs(tale.checked().story).hits["server pause"] == 0
 
 
-def test_a_tree_that_is_frozen_is_one_fault() -> None:
+def test_frozen_process_tree_counts_as_one_fault() -> None:
     tale = good()
     tale.fault("tree freeze", OTHER, 3.2, 9)
     tale.fault("tree freeze", OTHERS_CHILD, 3.2, 9)
@@ -523,7 +523,7 @@ def test_a_tree_that_is_frozen_is_one_fault() -> None:
     assert (costs.faults["tree freeze"], costs.hits["tree freeze"]) == (1, 1)
 
 
-def test_what_took_too_long_is_told_with_what_was_beside_it() -> None:
+def test_slow_recovery_is_reported_with_concurrent_faults() -> None:
     tale = good()
     tale.others.clear()
     move(tale.leases["orphan again"], 12.3)
@@ -533,7 +533,7 @@ def test_what_took_too_long_is_told_with_what_was_beside_it() -> None:
     assert costs.excesses == ["worker kill: 9.01 s, beside cut 100, script flush"]
 
 
-def test_what_took_long_while_the_storage_was_away_is_counted_apart() -> None:
+def test_slow_recovery_during_an_outage_is_counted_separately() -> None:
     tale = good()
     tale.others.clear()
     move(tale.leases["orphan again"], 12.3)
@@ -543,7 +543,7 @@ def test_what_took_long_while_the_storage_was_away_is_counted_apart() -> None:
     assert costs.excesses == []
 
 
-def test_a_child_that_was_killed_and_a_server_that_was_have_a_time_of_their_own() -> None:
+def test_child_kill_and_server_kill_have_separate_recovery_times() -> None:
     tale = good()
     goes_back(tale, "stalls")
     tale.fault("child kill", OTHERS_CHILD, 3.3)

@@ -110,14 +110,14 @@ def awaits_in(code: CodeType) -> set[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("module", points.modules())
-def test_every_await_has_a_point_of_its_own(module: str) -> None:
+def test_every_await_has_its_own_crash_point(module: str) -> None:
     path = points.modules()[module]
     _, names = points.rewrite(module, path.read_bytes(), str(path))
     assert len(names) == len(set(names))
     assert len(names) == len(awaits_in(compile(path.read_bytes(), path, "exec")))
 
 
-def test_what_is_left_out_is_there() -> None:
+def test_every_excluded_module_and_point_exists() -> None:
     root = next(iter(points.modules().values())).parent
     for name in points.OFF_PATH:
         path = root.joinpath(*name.split("."))
@@ -257,11 +257,11 @@ def complaints(played: Mapping[Case, Verdict]) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_without_a_fault_the_programs_do_what_they_should(rehearsal: Rehearsal) -> None:
+def test_programs_work_without_a_fault(rehearsal: Rehearsal) -> None:
     assert not (text := complaints(rehearsal.verdicts)), text
 
 
-def test_every_point_is_reached(rehearsal: Rehearsal) -> None:
+def test_every_crash_point_is_reached(rehearsal: Rehearsal) -> None:
     missing = [name for name in points.names() if name not in rehearsal.reached]
     assert [name for name in missing if not any(fits(name, pattern) for pattern in UNREACHED)] == []
 
@@ -270,7 +270,7 @@ def test_every_point_is_reached(rehearsal: Rehearsal) -> None:
 @pytest.mark.timeout(3600 if ASKED == "all" else 300)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_work_survives(played: dict[Case, Verdict], storage: str, action: Action) -> None:
+def test_jobs_survive_a_fault_at_every_crash_point(played: dict[Case, Verdict], storage: str, action: Action) -> None:
     here = {case: verdict for case, verdict in played.items() if (case.storage, case.action) == (storage, action)}
     assert not (text := complaints(here)), text
     unmet = [str(case) for case, verdict in here.items() if not verdict.fired]
@@ -278,7 +278,7 @@ def test_work_survives(played: dict[Case, Verdict], storage: str, action: Action
 
 
 @pytest.mark.parametrize("case", ONCE_BROKEN)
-def test_what_was_broken_once_is_mended(theatre: Theatre, case: str) -> None:
+def test_crash_point_that_failed_before_stays_fixed(theatre: Theatre, case: str) -> None:
     (verdict,) = theatre.play([parse(case)])
     assert verdict.fired
     assert verdict.problems == []

@@ -137,9 +137,7 @@ def clock(place: ShakyPlace, tmp_path: Path) -> SharedClock:
 
 
 @pytest.mark.parametrize("place", ["valkey-killed", "valkey-paused", "sqlite-locked"], indirect=True)
-async def test_whatever_an_outage_lasts_the_living_run_once_and_the_same_workers_go_on(
-    scene: Scene, place: ShakyPlace
-) -> None:
+async def test_live_runs_finish_once_and_workers_continue_after_any_outage(scene: Scene, place: ShakyPlace) -> None:
     """Runs that hold go on and are not run again. Runs that die with the storage are told so while it is away, end by
     themselves, and are run again afterwards, uncounted: their process goes on, and so do others in it."""
     options = ("--lease", f"{LEASE_S}", "--grace", "3", "--name")
@@ -237,7 +235,7 @@ def assert_ran_again_for_a_reason(scene: Scene, ids: set[str]) -> None:
 
 
 @pytest.mark.parametrize("place", ["valkey-killed", "sqlite-locked"], indirect=True)
-async def test_a_clock_that_steps_an_hour_reaps_nobody_hangs_nobody_and_runs_nothing_early(
+async def test_clock_step_of_an_hour_loses_no_lease_and_runs_nothing_early(
     place: ShakyPlace, clock: SharedClock, scene: Scene
 ) -> None:
     """An hour on and an hour back under running jobs, waiting jobs and waiting callers; then an hour on while nobody
@@ -301,9 +299,7 @@ async def test_a_clock_that_steps_an_hour_reaps_nobody_hangs_nobody_and_runs_not
 
 
 @pytest.mark.parametrize("place", ["valkey-paused", "sqlite-locked"], indirect=True)
-async def test_a_call_is_answered_although_the_clock_steps_an_hour_on_meanwhile(
-    place: ShakyPlace, clock: SharedClock
-) -> None:
+async def test_call_returns_although_the_clock_jumps_an_hour_ahead(place: ShakyPlace, clock: SharedClock) -> None:
     done: list[bool] = []
     async with place.app() as app:
 
@@ -382,7 +378,7 @@ time.time_ns = lambda: right_ns() + wrong_by * 1_000_000_000
 
 
 @pytest.mark.parametrize("place", ["valkey-paused"], indirect=True)
-async def test_workers_whose_own_clocks_are_a_day_off_are_neither_early_nor_late_and_keep_their_leases(
+async def test_workers_with_clocks_a_day_off_run_on_time_and_keep_their_leases(
     scene: Scene,
 ) -> None:
     """The server's clock counts, and no other. On SQLite there is nothing to test: all processes are on one host and

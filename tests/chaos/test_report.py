@@ -38,14 +38,14 @@ def broken() -> Tale:
     return tale
 
 
-def test_a_report_is_green_if_nothing_is_wrong_and_everything_was_met() -> None:
+def test_report_is_green_without_errors_and_with_every_fault_hit() -> None:
     made = whole()
     assert made.green
     assert made.never_hit == []
     assert made.verdict.startswith("GREEN: 8 jobs, 11 runs, 28 faults")
 
 
-def test_a_report_is_red_if_a_promise_was_broken_or_not_checked_or_a_fault_met_nothing() -> None:
+def test_report_is_red_for_a_broken_or_unchecked_promise_or_a_fault_without_hit() -> None:
     made = whole(broken())
     assert not made.green
     assert made.verdict == "RED: 8 jobs, 11 runs: no loss 1"
@@ -61,7 +61,7 @@ def test_a_report_is_red_if_a_promise_was_broken_or_not_checked_or_a_fault_met_n
     assert made.verdict.endswith("never checked: order")
 
 
-def test_only_what_can_happen_to_a_storage_must_have_happened() -> None:
+def test_only_faults_possible_for_a_storage_are_required() -> None:
     made = whole(storage="sqlite")
     assert made.green
     del made.hits["file locked"]
@@ -71,7 +71,7 @@ def test_only_what_can_happen_to_a_storage_must_have_happened() -> None:
     assert "file locked" not in made.never_hit
 
 
-def test_reports_add_up_and_one_that_is_red_makes_the_sum_red() -> None:
+def test_sum_of_reports_is_red_if_one_is_red() -> None:
     first, second = whole(), whole(broken(), storage="sqlite", seed=2)
     both = report.merged([first, second])
     assert [each.seed for each in both.shards] == [1, 2]
@@ -86,7 +86,7 @@ def test_reports_add_up_and_one_that_is_red_makes_the_sum_red() -> None:
     assert msgspec.json.decode(msgspec.json.encode(both), type=report.Report) == both
 
 
-def test_a_report_tells_people_all_that_it_knows() -> None:
+def test_report_text_contains_every_field() -> None:
     tale = broken()
     tale.wait("question", 4.0, 3, 7.25, "WaitTimeout")
     made = whole(tale)
@@ -106,7 +106,7 @@ def test_a_report_tells_people_all_that_it_knows() -> None:
     assert "state='waiting'" in text
 
 
-def test_percentiles_are_of_what_was_measured() -> None:
+def test_percentiles_are_taken_from_the_measured_values() -> None:
     seconds = [float(second) for second in range(1, 201)]
     assert [report.at(seconds, share) for share in (0.5, 0.99, 1)] == [100, 198, 200]
     assert [report.at([7.0], share) for share in (0.5, 0.99, 1)] == [7, 7, 7]
@@ -121,14 +121,14 @@ def pen(tmp_path: Path) -> history.Pen:
     return history.Pen(tmp_path)
 
 
-def test_what_is_written_is_read_as_it_was(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_lines_are_read_as_written(pen: history.Pen, tmp_path: Path) -> None:
     lines = good().lines()
     for line in lines:
         pen.write(line)
     assert list(history.read(tmp_path)) == lines
 
 
-def test_a_line_has_its_time_and_its_process(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_line_has_its_time_and_process(pen: history.Pen, tmp_path: Path) -> None:
     before = time.monotonic()
     pen.write(history.Stalled(queue="work", id="a"))
     (line,) = history.read(tmp_path)
@@ -137,7 +137,7 @@ def test_a_line_has_its_time_and_its_process(pen: history.Pen, tmp_path: Path) -
     assert (pen.number(), pen.number()) == (1, 2)
 
 
-def test_a_line_that_was_cut_off_by_a_kill_is_left_out(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_line_cut_off_by_a_kill_is_skipped(pen: history.Pen, tmp_path: Path) -> None:
     for name in "ab":
         pen.write(history.Stalled(queue="work", id=name))
     (file,) = tmp_path.glob("*.jsonl")
@@ -150,7 +150,7 @@ def test_a_line_that_was_cut_off_by_a_kill_is_left_out(pen: history.Pen, tmp_pat
     assert [line.id for line in history.read(tmp_path)] == ["a", "b"]
 
 
-def test_a_line_that_is_damaged_in_the_middle_is_not_left_out(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_line_damaged_in_the_middle_is_an_error(pen: history.Pen, tmp_path: Path) -> None:
     pen.write(history.Stalled(queue="work", id="a"))
     (file,) = tmp_path.glob("*.jsonl")
     file.write_bytes(b'{"what":"stal\n' + file.read_bytes())
@@ -158,7 +158,7 @@ def test_a_line_that_is_damaged_in_the_middle_is_not_left_out(pen: history.Pen, 
         list(history.read(tmp_path))
 
 
-def test_a_forked_child_has_a_pen_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_writes_its_own_history_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HISTORY, str(tmp_path))
     monkeypatch.setattr(history, "_pens", {})
     history.pen().write(history.Stalled(queue="work", id="parent"))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(150)
-def test_a_short_run_breaks_no_promise_and_reports_what_it_did(tmp_path: Path) -> None:
+def test_short_run_breaks_no_promise_and_writes_its_report(tmp_path: Path) -> None:
     options = ("--storage", "valkey", "--seconds", "6", "--seed", "1", "--out", str(tmp_path))
     done = subprocess.run([sys.executable, "-m", "chaos", *options], cwd=ROOT, capture_output=True, text=True)
     report = msgspec.json.decode((tmp_path / "valkey-1.json").read_bytes(), type=Report)
@@ -47,7 +47,7 @@ def test_a_short_run_breaks_no_promise_and_reports_what_it_did(tmp_path: Path) -
         (("plant", "nothing"), "there is no bug nothing"),
     ],
 )
-def test_a_mistake_in_the_command_line_is_told_without_a_traceback(options: tuple[str, ...], said: str) -> None:
+def test_command_line_mistake_is_reported_without_a_traceback(options: tuple[str, ...], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "chaos", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert said in done.stderr

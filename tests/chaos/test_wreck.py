@@ -95,7 +95,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_without_a_wreck_everything_passes() -> None:
+async def test_connection_without_a_fault_passes_everything() -> None:
     async with opened() as scene:
         words = bytes(range(256)) * 2_000
         assert await scene.say(words) == words
@@ -105,7 +105,7 @@ async def test_without_a_wreck_everything_passes() -> None:
 
 @both_ways
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nothing_happens_before_so_many_bytes_have_passed(kind: Kind, to_server: bool) -> None:
+async def test_fault_happens_only_after_its_byte_count(kind: Kind, to_server: bool) -> None:
     async with opened() as scene:
         scene.plan(kind, to_server, at_byte=8)
         passage = scene.passage
@@ -118,7 +118,7 @@ async def test_nothing_happens_before_so_many_bytes_have_passed(kind: Kind, to_s
 
 
 @both_ways
-async def test_a_cut_lets_nothing_more_through_and_both_ends_see_it(to_server: bool) -> None:
+async def test_cut_stops_all_bytes_and_both_ends_see_it(to_server: bool) -> None:
     async with opened() as scene:
         scene.plan("cut", to_server, at_byte=3)
         scene.writer.write(b"lost and gone")
@@ -132,7 +132,7 @@ async def test_a_cut_lets_nothing_more_through_and_both_ends_see_it(to_server: b
 
 @both_ways
 @pytest.mark.parametrize("at_byte", [0, 1, 7])
-async def test_a_truncation_lets_so_many_bytes_through_and_closes(to_server: bool, at_byte: int) -> None:
+async def test_truncation_passes_its_byte_count_and_closes(to_server: bool, at_byte: int) -> None:
     async with opened() as scene:
         scene.plan("truncate", to_server, at_byte)
         scene.writer.write(b"lost and gone")
@@ -147,7 +147,7 @@ async def test_a_truncation_lets_so_many_bytes_through_and_closes(to_server: boo
 
 
 @both_ways
-async def test_a_delay_holds_everything_up_and_then_lets_it_through_in_order(to_server: bool) -> None:
+async def test_delay_passes_all_bytes_later_and_in_order(to_server: bool) -> None:
     async with opened() as scene:
         now = asyncio.get_running_loop().time
         scene.plan("delay", to_server, at_byte=2)
@@ -163,7 +163,7 @@ async def test_a_delay_holds_everything_up_and_then_lets_it_through_in_order(to_
 
 
 @both_ways
-async def test_a_silence_lets_nothing_through_either_way_and_the_connection_stays_open(to_server: bool) -> None:
+async def test_silence_passes_nothing_and_keeps_the_connection_open(to_server: bool) -> None:
     async with opened() as scene:
         now = asyncio.get_running_loop().time
         scene.plan("silence", to_server, at_byte=2)
@@ -182,7 +182,7 @@ async def test_a_silence_lets_nothing_through_either_way_and_the_connection_stay
 
 @both_ways
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_waits_for_bytes_in_vain_happens_to_an_idle_connection(kind: Kind, to_server: bool) -> None:
+async def test_fault_waiting_for_bytes_is_applied_to_an_idle_connection(kind: Kind, to_server: bool) -> None:
     async with opened() as scene:
         wreck = scene.plan(kind, to_server, at_byte=1_000)
         scene.passage.give_up_waiting(wreck)
@@ -193,7 +193,7 @@ async def test_what_waits_for_bytes_in_vain_happens_to_an_idle_connection(kind: 
             assert await scene.rest() == b""
 
 
-async def test_a_wreck_that_has_happened_is_not_given_up() -> None:
+async def test_fault_that_has_happened_is_not_applied_again() -> None:
     async with opened() as scene:
         wreck = scene.plan("delay", True, at_byte=0, seconds=0)
         assert await scene.say(b"now") == b"now"
@@ -201,7 +201,7 @@ async def test_a_wreck_that_has_happened_is_not_given_up() -> None:
         assert len(scene.done) == 1
 
 
-async def test_a_gate_to_a_server_that_is_away_refuses_and_goes_on() -> None:
+async def test_gate_refuses_connections_while_its_server_is_down_and_continues() -> None:
     server = await asyncio.start_server(Echo().serve, HOST, 0)
     gate = Gate(server.sockets[0].getsockname()[1])
     server.close()

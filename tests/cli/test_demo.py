@@ -141,7 +141,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demos]:
         yield Demos(tmp_path_factory.mktemp("demos"), server, other)
 
 
-def test_on_a_terminal_it_shows_everything_live_and_in_colour_and_ends_with_0(demos: Demos) -> None:
+def test_demo_on_a_terminal_is_live_and_coloured_and_exits_with_0(demos: Demos) -> None:
     demo = demos.terminal
     assert demo.process.returncode == 0, demo.text
     seen = ESCAPE.sub("", demo.text)
@@ -155,7 +155,7 @@ def test_on_a_terminal_it_shows_everything_live_and_in_colour_and_ends_with_0(de
     assert (demo.left, demo.files) == ([], [])
 
 
-def test_piped_it_says_the_same_on_a_server_in_plain_lines_and_leaves_no_job_there(demos: Demos) -> None:
+def test_piped_demo_prints_plain_lines_and_leaves_no_job_on_the_server(demos: Demos) -> None:
     demo = demos.piped
     assert demo.process.returncode == 0, demo.text
     assert [claim for claim in SHOWN if claim not in demo.text] == []
@@ -167,7 +167,7 @@ def test_piped_it_says_the_same_on_a_server_in_plain_lines_and_leaves_no_job_the
     assert staying(demos.server) == []
 
 
-def test_interrupted_in_the_middle_it_leaves_no_process_no_file_and_no_job(demos: Demos) -> None:
+def test_interrupted_demo_leaves_no_process_no_file_and_no_job(demos: Demos) -> None:
     demo = demos.interrupted
     assert IN_THE_MIDDLE in ESCAPE.sub("", demo.text)
     assert demo.process.returncode == 130

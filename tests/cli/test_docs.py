@@ -114,7 +114,7 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("page", ["quickstart.md", "operating.md"])
-async def test_a_page_can_be_followed_word_for_word(reader: Reader, page: str) -> None:
+async def test_commands_of_a_page_work_as_written(reader: Reader, page: str) -> None:
     blocks = BLOCK.findall((DOCS / page).read_text())
     assert len([kind for kind, _ in blocks if kind == "sh"]) >= 2
     for number, (kind, code) in enumerate(blocks):
@@ -131,7 +131,7 @@ PAGES = ["tasks.md", "results.md", "errors.md", "workers.md", "queues-and-leases
 
 
 @pytest.mark.parametrize("page", [*PAGES, "reference/guarantees.md", "reference/api.md"])
-def test_the_programs_of_a_page_run_and_print_what_they_say(page: str, tmp_path: Path) -> None:
+def test_programs_of_a_page_print_the_shown_output(page: str, tmp_path: Path) -> None:
     programs = [code for kind, code in BLOCK.findall((DOCS / page).read_text()) if kind == "python"]
     assert programs
     for number, code in enumerate(programs):
@@ -193,7 +193,7 @@ def test_every_method_and_field_is_in_the_api_reference(kind: type[Any]) -> None
         ("Options of a pulled queue", PullOptions),
     ],
 )
-def test_the_tables_of_options_have_exactly_the_options_that_there_are(title: str, kind: type[Any]) -> None:
+def test_option_tables_have_exactly_the_options_of_the_code(title: str, kind: type[Any]) -> None:
     rows = options_in(title)
     assert set(rows) == set(get_type_hints(kind))
 
@@ -207,7 +207,7 @@ def options_in(title: str) -> dict[str, list[str]]:
     return {name: rest.split(" | ") for name, rest in rows}
 
 
-def test_the_defaults_in_the_table_are_those_of_the_code() -> None:
+def test_option_table_defaults_equal_the_defaults_of_the_code() -> None:
     rows = options_in("Options of a task")
     for name in ("max_retries", "max_stalls", "max_timeouts"):
         assert rows[name][0] == str(getattr(TASK, name)), name
@@ -225,7 +225,7 @@ def test_the_command_reference_has_every_command_and_option() -> None:
 
 
 @pytest.mark.parametrize("page", ["reference/guarantees.md", "development/reliability.md"])
-def test_every_test_that_a_page_names_is_there(page: str) -> None:
+def test_every_test_named_by_a_page_exists(page: str) -> None:
     named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / page).read_text())
     assert len(named) > 10
     for file, test in named:

@@ -41,7 +41,7 @@ async def doctor(url: str, folder: Path) -> tuple[int | None, dict[str, Any]]:
 # SQLite
 
 
-async def test_a_file_is_told_with_what_its_setting_keeps(tmp_path: Path) -> None:
+async def test_doctor_reports_a_file_and_the_durability_of_its_setting(tmp_path: Path) -> None:
     rows = {
         "": "everything acknowledged survives a kill; a power cut may cost the last commits",
         "?synchronous=full": "everything acknowledged survives a kill, and a power cut if the disk keeps its word",
@@ -76,7 +76,7 @@ async def test_a_file_is_told_with_what_its_setting_keeps(tmp_path: Path) -> Non
     assert not (tmp_path / "missing.db").exists()
 
 
-async def test_a_damaged_file_is_found_and_one_that_is_no_database_is_named(tmp_path: Path) -> None:
+async def test_doctor_finds_a_damaged_file_and_a_file_that_is_not_a_database(tmp_path: Path) -> None:
     async with Holdfast(f"sqlite:///{tmp_path}/torn.db") as app:
         queue = app.queue("q")
         await app.enqueue_many(queue.bind(200 * "x") for _ in range(500))
@@ -107,7 +107,7 @@ async def test_a_damaged_file_is_found_and_one_that_is_no_database_is_named(tmp_
 # Redis and Valkey
 
 
-async def test_a_server_is_told_with_what_its_setting_keeps(tmp_path: Path) -> None:
+async def test_doctor_reports_a_server_and_the_durability_of_its_setting(tmp_path: Path) -> None:
     rows: dict[tuple[str, ...], str] = {
         (): "a kill of the server loses what came after its last snapshot, or all",
         (*AOF, "everysec"): "everything acknowledged survives a kill; a power cut costs a second or two",
@@ -128,7 +128,7 @@ async def test_a_server_is_told_with_what_its_setting_keeps(tmp_path: Path) -> N
     assert "appendonly yes" in told[0][1]["warnings"][0]
 
 
-async def test_eviction_and_what_a_user_may_not_ask_are_told_and_the_password_is_not(tmp_path: Path) -> None:
+async def test_doctor_reports_eviction_and_missing_permissions_without_the_password(tmp_path: Path) -> None:
     with Server("valkey", *AOF, "always", "--maxmemory-policy", "allkeys-lru") as server:
         server.command("ACL", "SETUSER", "ada", "on", ">s3cret", "~*", "&*", "+@all", "-config")
         server.command("ACL", "SETUSER", "bob", "on", ">s3cret", "~*", "&*", "+@all", "-info")

@@ -48,7 +48,7 @@ async def test_every_option_of_enqueue_reaches_the_job(run: Run, app: Holdfast[A
     assert from_at(job.run_at) == datetime(2099, 1, 31, 7, tzinfo=UTC)
 
 
-async def test_on_conflict_says_what_becomes_of_an_id_that_is_there(run: Run, app: Holdfast[Any]) -> None:
+async def test_on_conflict_decides_what_happens_to_an_existing_id(run: Run, app: Holdfast[Any]) -> None:
     queue = app.queue("emails")
     await queue.enqueue(1, id="a")
     assert run("enqueue", "emails", "2", "--id", "a")[:2] == (0, "duplicate a\n")
@@ -65,7 +65,7 @@ async def test_on_conflict_says_what_becomes_of_an_id_that_is_there(run: Run, ap
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_payload_is_json_text_or_bytes_from_the_line_or_from_stdin(run: Run, app: Holdfast[Any]) -> None:
+async def test_payload_is_json_text_or_bytes_from_arguments_or_stdin(run: Run, app: Holdfast[Any]) -> None:
     async def taken() -> object:
         lease = await take(app)
         assert await lease.complete()
@@ -84,7 +84,7 @@ async def test_a_payload_is_json_text_or_bytes_from_the_line_or_from_stdin(run: 
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_mistake_gets_one_line_and_status_2_and_stores_nothing(run: Run, app: Holdfast[Any]) -> None:
+async def test_mistake_prints_one_line_exits_with_2_and_stores_nothing(run: Run, app: Holdfast[Any]) -> None:
     ask = ["enqueue", "emails"]
     mistakes: list[tuple[list[str | bytes], str]] = [
         ([*ask, "{to: ada}"], "the payload is not JSON"),
@@ -121,7 +121,7 @@ async def test_an_option_that_is_wrong_is_named_with_status_2(run: Run, app: Hol
 
 
 @pytest.mark.storages("sqlite")
-async def test_text_that_is_no_text_is_refused_and_not_changed(run: Run, app: Holdfast[Any]) -> None:
+async def test_stdin_that_is_not_valid_text_is_refused(run: Run, app: Holdfast[Any]) -> None:
     assert run("enqueue", "emails", "-", "--text", stdin=b"caf\xe9").says_no(2, "--raw")
     assert (await app.queue("emails").stats()).ready == 0
 
@@ -129,7 +129,7 @@ async def test_text_that_is_no_text_is_refused_and_not_changed(run: Run, app: Ho
 # call
 
 
-async def test_a_call_prints_the_result_or_says_why_there_is_none(run: Run, place: Place) -> None:
+async def test_call_command_prints_the_result_or_the_reason_for_none(run: Run, place: Place) -> None:
     app = place.app()
     blocked = asyncio.Event()
 

@@ -89,7 +89,7 @@ def in_folder(example: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("folder", [example], indirect=True, ids=[""])
 
 
-def test_every_example_has_its_row() -> None:
+def test_every_example_has_a_row_in_the_table() -> None:
     rows = re.findall(r"^\| \[(\S+)\]\((\S+)\) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     there = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert there == {name for name, _ in rows} == {link for _, link in rows}
@@ -112,7 +112,7 @@ def test_hello_world_runs_without_a_server_and_with_one(folder: Folder) -> None:
 
 
 @in_folder("hello.py")
-async def test_the_tasks_of_hello_can_have_a_worker_of_their_own(folder: Folder) -> None:
+async def test_hello_tasks_can_run_in_a_separate_worker(folder: Folder) -> None:
     worker = folder.start(SCRIPT, "worker", "hello:app", "--processes", "1")
     assert folder.run(SCRIPT, "call", "hello.greet", '{"name": "Ada"}') == ['"Hello, Ada!"']
     worker.terminate()
@@ -151,7 +151,7 @@ def runs(text: str) -> list[datetime]:
 
 
 @in_folder("periodic.py")
-async def test_a_periodic_job_goes_on_after_a_kill_and_never_runs_twice_for_one_time(folder: Folder) -> None:
+async def test_periodic_example_continues_after_a_kill_and_runs_once_per_time(folder: Folder) -> None:
     def start() -> subprocess.Popen[str]:
         return folder.start(sys.executable, "periodic.py", EVERY="1")
 
@@ -201,7 +201,7 @@ def tools(folder: Path, names: list[str]) -> str:
 
 @in_folder("shell_worker.sh")
 @pytest.mark.parametrize("reader", ["python3", *(["jq"] if shutil.which("jq") else [])])
-async def test_a_shell_script_is_a_worker(folder: Folder, reader: str, tmp_path: Path) -> None:
+async def test_shell_script_can_be_a_worker(folder: Folder, reader: str, tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None
     path = tools(tmp_path / "bin", ["holdfast", "cat", "wc", reader])
@@ -229,7 +229,7 @@ async def test_a_shell_script_is_a_worker(folder: Folder, reader: str, tmp_path:
 
 
 @in_folder("shell_worker.sh")
-def test_a_shell_worker_whose_storage_is_gone_does_not_say_that_it_is_done(folder: Folder) -> None:
+def test_shell_worker_without_its_storage_does_not_report_success(folder: Folder) -> None:
     (said,) = folder.run(
         *("bash", "shell_worker.sh"),
         status=3,
@@ -268,7 +268,7 @@ async def served(folder: Folder) -> tuple[subprocess.Popen[str], str]:
 
 
 @in_folder("web.py")
-async def test_a_web_app_asks_for_jobs_and_answers_with_their_results(folder: Folder) -> None:
+async def test_web_app_enqueues_jobs_and_returns_their_results(folder: Folder) -> None:
     for module in ("starlette", "uvicorn"):
         assert importlib.util.find_spec(module), f"{module} is missing: install 'holdfast[web]'"
     process, site = await served(folder)

@@ -100,7 +100,7 @@ async def test_rates_are_differences_of_totals(run: Run, app: Holdfast[Any]) -> 
 
 
 @pytest.mark.storages("sqlite")
-async def test_watching_on_a_terminal_draws_anew_until_it_is_interrupted(run: Run, app: Holdfast[Any]) -> None:
+async def test_watch_on_a_terminal_redraws_until_it_is_interrupted(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None)
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
@@ -136,7 +136,7 @@ async def test_watching_on_a_terminal_draws_anew_until_it_is_interrupted(run: Ru
 
 
 @pytest.mark.storages("sqlite")
-async def test_watching_as_json_is_an_object_a_line(run: Run, app: Holdfast[Any]) -> None:
+async def test_watch_with_json_prints_one_object_per_line(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None)
     told = run("status", "--watch", "--every", "0.1", "--times", "3", "--json")
     objects = [json.loads(line) for line in told.lines]
@@ -147,7 +147,7 @@ async def test_watching_as_json_is_an_object_a_line(run: Run, app: Holdfast[Any]
 # jobs, show
 
 
-async def test_jobs_are_listed_by_state_and_as_many_as_asked(run: Run, app: Holdfast[Any]) -> None:
+async def test_jobs_are_listed_by_state_up_to_the_limit(run: Run, app: Holdfast[Any]) -> None:
     queue = app.queue("emails")
     for number in range(4):
         await queue.enqueue({"secret": "payload"}, id=f"job-{number}")
@@ -250,7 +250,7 @@ async def test_explain_says_why_a_job_is_not_running(run: Run, app: Holdfast[Any
     assert await held.complete()
 
 
-async def test_explain_knows_a_worker_that_has_no_room(run: Run, place: Place, app: Holdfast[Any]) -> None:
+async def test_explain_reports_a_worker_without_free_capacity(run: Run, place: Place, app: Holdfast[Any]) -> None:
     worker = place.app()
     go = asyncio.Event()
 
@@ -308,7 +308,7 @@ async def test_events_are_printed_as_they_happen(run: Run, app: Holdfast[Any]) -
 
 
 @pytest.mark.storages("sqlite")
-async def test_so_many_events_as_asked_and_as_json(run: Run, app: Holdfast[Any]) -> None:
+async def test_events_stop_at_the_limit_and_print_json(run: Run, app: Holdfast[Any]) -> None:
     assert run("events").says_no(1)
     listening = run.start("events", "emails", "--times", "1", "--json")
 
@@ -325,7 +325,7 @@ async def test_so_many_events_as_asked_and_as_json(run: Run, app: Holdfast[Any])
 
 
 @pytest.mark.storages("sqlite")
-async def test_nothing_that_others_wrote_moves_the_cursor(run: Run, app: Holdfast[Any]) -> None:
+async def test_stored_text_cannot_move_the_terminal_cursor(run: Run, app: Holdfast[Any]) -> None:
     queue = app.queue("emails")
     await queue.enqueue({HOSTILE: HOSTILE}, id=HOSTILE)
     lease = await take(app, seconds=60)
@@ -359,7 +359,7 @@ async def test_nothing_that_others_wrote_moves_the_cursor(run: Run, app: Holdfas
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_the_terminal_cannot_write_is_spelled_out(run: Run, app: Holdfast[Any]) -> None:
+async def test_characters_that_the_terminal_cannot_encode_are_escaped(run: Run, app: Holdfast[Any]) -> None:
     told = run("enqueue", "emails", "1", "--id", "żółć", env={"PYTHONIOENCODING": "latin-1"})
     assert (told.status, told.err) == (0, "")
     assert told.out.startswith("new \\u017c")
@@ -390,7 +390,7 @@ async def test_a_password_is_never_shown(run: Run, place: Place, app: Holdfast[A
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_storage_that_is_not_there_gets_one_line_and_status_3(run: Run, tmp_path: Path) -> None:
+async def test_missing_storage_prints_one_line_and_exits_with_3(run: Run, tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("this is no database " * 100)
     told = run.each(
         ["status", "--url", "redis://127.0.0.1:1/0?timeout=0.5"],
@@ -402,7 +402,7 @@ async def test_a_storage_that_is_not_there_gets_one_line_and_status_3(run: Run, 
 
 
 @pytest.mark.storages("sqlite")
-async def test_the_line_goes_before_the_environment_and_that_before_the_project(run: Run, tmp_path: Path) -> None:
+async def test_option_overrides_environment_and_environment_overrides_project(run: Run, tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "src").mkdir(parents=True)
     settings = f'[tool.holdfast]\nurl = "sqlite:///{tmp_path}/project.db"\nnamespace = "one"\n'
@@ -427,7 +427,7 @@ async def test_the_line_goes_before_the_environment_and_that_before_the_project(
 
 
 @pytest.mark.storages("sqlite")
-async def test_broken_settings_are_a_mistake_and_are_named(run: Run, tmp_path: Path) -> None:
+async def test_broken_settings_file_is_named_as_a_mistake(run: Run, tmp_path: Path) -> None:
     broken: list[tuple[bytes, str]] = [
         (b"[tool.holdfast\n", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
@@ -458,14 +458,14 @@ async def test_broken_settings_are_a_mistake_and_are_named(run: Run, tmp_path: P
 
 
 @pytest.mark.storages("sqlite")
-async def test_who_only_looks_makes_no_file(run: Run) -> None:
+async def test_reading_commands_create_no_file(run: Run) -> None:
     bare: dict[str, str | None] = {"HOLDFAST_URL": None}
     told = run.each(["status"], ["jobs", "emails"], ["show", "emails", "one"], ["explain", "emails", "one"], env=bare)
     assert all(each.says_no(1, "holdfast.db") for each in told)
     assert list(run.folder.iterdir()) == []
 
 
-async def test_a_lease_that_is_interrupted_while_it_waits_takes_nothing(run: Run, app: Holdfast[Any]) -> None:
+async def test_interrupted_lease_command_claims_nothing(run: Run, app: Holdfast[Any]) -> None:
     """That it waits is known from a job which it refused before."""
     queue = app.queue("emails")
     await queue.enqueue(None, id="retried")
@@ -485,7 +485,7 @@ async def _has_failed(app: Holdfast[Any], id: str) -> bool:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_reader_that_has_seen_enough_is_no_error(run: Run, app: Holdfast[Any]) -> None:
+async def test_closed_output_pipe_is_not_an_error(run: Run, app: Holdfast[Any]) -> None:
     queue = app.queue("emails")
     await app.enqueue_many(queue.bind(None, id=f"{number:04} {'x' * 200}") for number in range(1000))
     jobs = " ".join(PROGRAM) + " jobs emails --limit 1000"

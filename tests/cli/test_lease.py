@@ -70,7 +70,7 @@ async def test_a_lease_waits_for_a_job_that_comes(run: Run, app: Holdfast[Any]) 
     assert await app.queue("emails").result(told.json["id"]) == "a result"
 
 
-async def test_of_several_who_complete_a_lease_exactly_one_succeeds(run: Run, app: Holdfast[Any]) -> None:
+async def test_exactly_one_of_several_completions_of_a_lease_succeeds(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     lease = await take(app)
     everybody = [run.start("complete", lease.token, str(number)) for number in range(4)]
@@ -80,7 +80,7 @@ async def test_of_several_who_complete_a_lease_exactly_one_succeeds(run: Run, ap
     assert await app.queue("emails").result("one") == [each.status for each in told].index(0)
 
 
-async def test_extend_prints_the_deadline_that_the_record_has(run: Run, app: Holdfast[Any]) -> None:
+async def test_extend_prints_the_stored_deadline(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     lease = await take(app, seconds=60)
 
@@ -109,7 +109,7 @@ async def test_extend_prints_the_deadline_that_the_record_has(run: Run, app: Hol
     assert run("extend", lease.token).says_no(1, LOST)
 
 
-async def test_a_job_is_given_back_tried_again_or_given_up(run: Run, app: Holdfast[Any]) -> None:
+async def test_lease_can_be_released_retried_or_failed(run: Run, app: Holdfast[Any]) -> None:
     queue = app.queue("emails")
     await queue.enqueue(None, id="one")
     token = (await take(app)).token
@@ -135,7 +135,7 @@ async def test_a_job_is_given_back_tried_again_or_given_up(run: Run, app: Holdfa
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_is_no_json_leaves_the_lease_as_it_is(run: Run, app: Holdfast[Any]) -> None:
+async def test_result_that_is_not_json_leaves_the_lease_unchanged(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     token = (await take(app)).token
     assert run("complete", token, "{no").says_no(2, "JSON")
@@ -144,7 +144,7 @@ async def test_what_is_no_json_leaves_the_lease_as_it_is(run: Run, app: Holdfast
 
 
 @pytest.mark.storages("sqlite")
-async def test_an_error_in_any_bytes_can_be_told(run: Run, app: Holdfast[Any]) -> None:
+async def test_fail_command_accepts_an_error_of_any_bytes(run: Run, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     told = run("fail", (await take(app)).token, b"caf\xe9 is closed")
     assert (told.status, told.out, told.err) == (0, "failed\n", "")
@@ -154,7 +154,7 @@ async def test_an_error_in_any_bytes_can_be_told(run: Run, app: Holdfast[Any]) -
     assert info.error.message.endswith("is closed")
 
 
-async def test_a_job_whose_id_is_no_text_can_be_worked_on(run: Run, app: Holdfast[Any]) -> None:
+async def test_job_whose_id_is_not_text_can_be_leased_and_settled(run: Run, app: Holdfast[Any]) -> None:
     told = run("enqueue", "emails", '"hello"', "--id", NOT_TEXT, "--json")
     assert (told.status, told.json["placed"], told.err) == (0, "new", "")
     told = run("enqueue", "emails", '"hello"', "--id", NOT_TEXT)
@@ -214,7 +214,7 @@ def forged(token: str, **changes: Any) -> str:
     return base64.urlsafe_b64encode(msgspec.msgpack.encode(list(custom_id.values()))).decode().rstrip("=")
 
 
-async def test_a_token_that_was_not_given_out_settles_nothing(run: Run, app: Holdfast[Any], tmp_path: Path) -> None:
+async def test_forged_token_settles_nothing(run: Run, app: Holdfast[Any], tmp_path: Path) -> None:
     await app.queue("emails").enqueue(None, id="one")
     lease = await take(app, seconds=60)
     token, fence = lease.token, lease.fence
@@ -265,7 +265,7 @@ async def test_a_token_cannot_hold_a_job_for_longer_than_a_lease_may_last(run: R
     assert from_at(job.run.until_at) == lease.deadline
 
 
-async def test_a_token_gives_the_lease_back_in_another_program(place: Place, app: Holdfast[Any]) -> None:
+async def test_token_restores_the_lease_in_another_program(place: Place, app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue({"to": "ada"}, id="one")
     lease = await take(app, seconds=60)
     async with place.app() as other:
@@ -279,7 +279,7 @@ async def test_a_token_gives_the_lease_back_in_another_program(place: Place, app
     assert await app.queue("emails").result("one") == "done"
 
 
-async def test_a_token_is_of_no_use_once_the_job_has_another_holder(app: Holdfast[Any]) -> None:
+async def test_token_is_refused_once_the_lease_moved(app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     first = await take(app, seconds=0.1)
     second = await take(app, seconds=60, wait=10)
@@ -290,7 +290,7 @@ async def test_a_token_is_of_no_use_once_the_job_has_another_holder(app: Holdfas
     assert await again.release()
 
 
-async def test_a_lease_that_was_taken_over_knows_its_deadline(app: Holdfast[Any]) -> None:
+async def test_lease_restored_from_a_token_has_its_deadline(app: Holdfast[Any]) -> None:
     await app.queue("emails").enqueue(None, id="one")
     lease = await take(app, seconds=10)
     assert await lease.extend(seconds=600)
@@ -310,6 +310,6 @@ async def test_a_lease_that_was_taken_over_knows_its_deadline(app: Holdfast[Any]
 
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("token", ["", "no token", "é", "\udcff", None, 7, b"bytes"])
-async def test_what_is_no_token_is_a_mistake_in_python_too(app: Holdfast[Any], token: Any) -> None:
+async def test_invalid_token_is_refused_in_python(app: Holdfast[Any], token: Any) -> None:
     with pytest.raises(OptionError, match="is not a lease token"):
         await app.lease(token)

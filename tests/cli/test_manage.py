@@ -36,9 +36,7 @@ async def states(edge: Edge, queue: str = "q") -> dict[str, str]:
 
 
 @on_both
-async def test_cancel_says_what_became_of_each_job_and_is_1_if_none_could_be_stopped(
-    storage: str, tmp_path: Path
-) -> None:
+async def test_cancel_prints_the_outcome_per_job_and_exits_with_1_if_none_stopped(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")
         await failed(edge, "over")
@@ -57,9 +55,7 @@ async def test_cancel_says_what_became_of_each_job_and_is_1_if_none_could_be_sto
 
 
 @on_both
-async def test_retry_runs_jobs_once_more_as_they_were_and_with_all_every_failed_one(
-    storage: str, tmp_path: Path
-) -> None:
+async def test_retry_restarts_the_given_jobs_or_with_all_every_failed_one(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")
         await failed(edge, "a", "b", "c")
@@ -81,7 +77,7 @@ async def test_retry_runs_jobs_once_more_as_they_were_and_with_all_every_failed_
         assert (await edge.run("retry", "q", "stopped")).lines == ["enqueued again: stopped"]
 
 
-async def test_wrong_uses_are_2_and_touch_nothing(tmp_path: Path) -> None:
+async def test_wrong_uses_exit_with_2_and_change_nothing(tmp_path: Path) -> None:
     uses = [
         "retry q",
         "retry q a --all",
@@ -154,9 +150,7 @@ async def evict_none(edge: Edge) -> list[tuple[int | None, str, str]]:
 
 
 @on_both
-async def test_evict_now_takes_back_all_jobs_of_a_dead_worker_long_before_their_leases_end(
-    storage: str, tmp_path: Path
-) -> None:
+async def test_evict_now_takes_back_jobs_of_a_dead_worker_before_their_leases_end(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         await edge.app.queue("hold").enqueue({"gate": "never"}, id="a")
         worker = edge.start("held:app", "--processes", "1", "--name", "ada", "--lease", "600")
@@ -190,7 +184,7 @@ async def test_evict_now_takes_back_more_jobs_than_one_step_does(tmp_path: Path)
 
 
 @on_both
-async def test_a_cleaner_takes_back_expired_leases_and_forgets_by_itself(storage: str, tmp_path: Path) -> None:
+async def test_repeated_sweep_command_takes_back_leases_and_forgets_records(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")
         await queue.enqueue(None, id="lost")
@@ -227,7 +221,7 @@ async def test_a_sweep_goes_on_until_nothing_is_due(tmp_path: Path) -> None:
         assert (await queue.stats()).ready == MANY
 
 
-async def test_a_cleaner_works_until_it_is_interrupted_and_ends_without_a_traceback(tmp_path: Path) -> None:
+async def test_repeated_sweep_command_runs_until_interrupted_without_a_traceback(tmp_path: Path) -> None:
     async with edge_on("sqlite", tmp_path) as edge:
         queue = edge.app.queue("q")
         await queue.enqueue(None, id="a")
@@ -267,7 +261,7 @@ def damage(edge: Edge, queue: str, id: str) -> None:
 
 
 @on_both
-async def test_audit_finds_damage_and_repair_mends_it_without_losing_a_job(storage: str, tmp_path: Path) -> None:
+async def test_audit_finds_damage_and_repair_fixes_it_without_losing_a_job(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         for name in ("q", "sound"):
             for id in ("a", "b"):

@@ -123,9 +123,7 @@ def test_wheel_and_sdist_have_all_files_and_nothing_else(built: Built) -> None:
     assert [part for part in parts if part.startswith(unwanted) or "__pycache__" in part] == []
 
 
-def test_in_an_empty_environment_it_works_with_two_dependencies_and_says_what_redis_needs(
-    empty: Path, tmp_path: Path
-) -> None:
+def test_wheel_works_in_an_empty_environment_and_names_the_redis_extra(empty: Path, tmp_path: Path) -> None:
     listed = "from importlib.metadata import distributions as d; print(*sorted(one.name.lower() for one in d()))"
     assert quietly(empty / "python", "-c", listed, cwd=tmp_path).split() == ["click", "holdfast", "msgspec"]
     assert "holdfast demo" in quietly(empty / "holdfast", "demo", "--help", cwd=tmp_path)
@@ -140,7 +138,7 @@ def test_in_an_empty_environment_it_works_with_two_dependencies_and_says_what_re
     assert "s3cret" not in sentence
 
 
-def test_the_core_is_small(built: Built, empty: Path) -> None:
+def test_installed_core_is_small(built: Built, empty: Path) -> None:
     sizes = {path.name: path.stat().st_size for path in (built.wheel, built.sdist)}
     (packages,) = (empty.parent / "lib").glob("python*/site-packages")
     for package in ("holdfast", "msgspec", "click"):

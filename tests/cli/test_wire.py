@@ -104,7 +104,7 @@ def start(server: servers.Server, library: str, tmp_path: Path) -> Iterator[Call
         worker.end()
 
 
-async def test_a_worker_in_node_completes_extends_and_retries_what_python_asks_for(
+async def test_node_worker_completes_extends_and_retries_jobs_of_python(
     queue: Queue, start: Callable[[int], Node], server: servers.Server
 ) -> None:
     worker = start(1_000)
@@ -173,7 +173,7 @@ async def test_a_lost_lease_is_refused_by_settle_and_by_extend(queue: Queue, sta
     assert await queue.cancel("yours")
 
 
-async def test_calls_as_the_page_spells_them_are_understood_and_repeated_ones_change_nothing(
+async def test_calls_written_as_on_the_wire_page_work_and_repeats_change_nothing(
     queue: Queue, library: str, server: servers.Server
 ) -> None:
     name = library.partition("\n")[0].removeprefix("#!lua name=")

@@ -91,7 +91,7 @@ async def test_every_verb_works_with_queues_on_different_nodes(
     assert await storage.purge("nowhere", list(State), drop=True) == 0
 
 
-async def test_hints_and_answers_arrive_from_every_node(cluster: Cluster, storage: Storage, namespace: str) -> None:
+async def test_hints_and_replies_arrive_from_every_node(cluster: Cluster, storage: Storage, namespace: str) -> None:
     async with asyncio.timeout(20):
         for name in queues_on_every_node(cluster, namespace):
             stage = Stage(storage, storage._clock, name)  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ async def test_many_queues_at_once_go_to_their_own_nodes(cluster: Cluster, stora
     assert len((await storage.snapshot()).queues) == 60
 
 
-async def test_a_slot_that_moves_is_followed(namespace: str) -> None:
+async def test_calls_follow_a_slot_that_moved(namespace: str) -> None:
     with Cluster() as cluster:
         async with connect(f"{cluster.url}?timeout=20", namespace=namespace) as storage:
             (before,) = await storage.enqueue("q", [Request("a", Work(b"1"))])
@@ -129,7 +129,7 @@ async def test_a_slot_that_moves_is_followed(namespace: str) -> None:
             assert (await audit(storage, "q")).problems == []
 
 
-async def test_while_a_slot_is_on_its_way_its_calls_wait_and_touch_nothing(namespace: str) -> None:
+async def test_calls_wait_and_change_nothing_while_their_slot_migrates(namespace: str) -> None:
     with Cluster() as cluster:
         async with connect(f"{cluster.url}?timeout=20", namespace=namespace) as storage:
             await storage.enqueue("q", [Request("a", Work(b"1"))])
@@ -175,7 +175,7 @@ def end_move(slot: int, source: Server, target: Server) -> None:
         node.command("CLUSTER", "SETSLOT", slot, "NODE", target.command("CLUSTER", "MYID"))
 
 
-async def test_a_node_that_is_away_for_a_while_costs_its_queues_only_time(namespace: str) -> None:
+async def test_node_outage_only_delays_its_queues(namespace: str) -> None:
     with Cluster() as cluster:
         names = queues_on_every_node(cluster, namespace)
         for node in cluster.nodes:
@@ -194,13 +194,13 @@ async def test_a_node_that_is_away_for_a_while_costs_its_queues_only_time(namesp
                 assert (await waits)[0].placed is Placed.NEW
 
 
-async def test_a_cluster_that_is_not_there_is_named(namespace: str) -> None:
+async def test_unreachable_cluster_is_named(namespace: str) -> None:
     with pytest.raises(StorageUnavailable, match=r"127\.0\.0\.1"):
         async with connect("redis+cluster://127.0.0.1:1,127.0.0.1:2?timeout=1", namespace=namespace):
             pass
 
 
-async def test_a_cluster_that_goes_away_is_unavailable_and_comes_back(namespace: str) -> None:
+async def test_cluster_that_stops_is_unavailable_until_it_returns(namespace: str) -> None:
     with Cluster() as cluster:
         async with connect(f"{cluster.url}?timeout=1", namespace=namespace) as storage:
             name = queues_on_every_node(cluster, namespace)[0]
@@ -215,7 +215,7 @@ async def test_a_cluster_that_goes_away_is_unavailable_and_comes_back(namespace:
             assert (await storage.enqueue(name, [Request("c", Work(b""))]))[0].placed is Placed.NEW
 
 
-async def test_a_cluster_under_a_plain_url_says_what_to_write(cluster: Cluster) -> None:
+async def test_cluster_under_a_plain_url_is_refused_with_the_right_url(cluster: Cluster) -> None:
     async def enqueue_in_some() -> None:
         for n in range(20):
             async with connect(f"redis://127.0.0.1:{cluster.nodes[0].port}", namespace=f"n{n}") as storage:
@@ -225,7 +225,7 @@ async def test_a_cluster_under_a_plain_url_says_what_to_write(cluster: Cluster) 
         await enqueue_in_some()
 
 
-async def test_a_clusters_own_client_will_do(cluster: Cluster, namespace: str) -> None:
+async def test_cluster_client_of_redis_py_is_accepted(cluster: Cluster, namespace: str) -> None:
     client = redis.asyncio.RedisCluster(host="127.0.0.1", port=cluster.nodes[2].port)
     async with of_client(client, namespace=namespace) as storage:
         for name in queues_on_every_node(cluster, namespace):
@@ -234,12 +234,12 @@ async def test_a_clusters_own_client_will_do(cluster: Cluster, namespace: str) -
     await client.aclose()
 
 
-def test_a_cluster_has_one_database(cluster: Cluster) -> None:
+def test_cluster_url_with_a_database_is_refused(cluster: Cluster) -> None:
     with pytest.raises(OptionError, match="only database 0"):
         connect(f"{cluster.url}/3")
 
 
-async def test_a_queue_that_is_made_anew_while_it_is_dropped_stays_on_the_list(
+async def test_queue_recreated_during_its_drop_stays_listed(
     cluster: Cluster, storage: Storage, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The list is on another node: the one who dropped it strikes it off late."""

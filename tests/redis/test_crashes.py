@@ -212,9 +212,7 @@ async def test_a_call_whose_reply_is_lost_is_made_again_with_one_effect_and_the_
 
 
 @pytest.mark.parametrize("verdict", ["cut", "half"])
-async def test_what_comes_after_a_lost_reply_goes_on_as_if_nothing_had_been(
-    proxy: Proxy, stage: Stage, clone: Stage, verdict: str
-) -> None:
+async def test_calls_after_a_lost_reply_are_unaffected(proxy: Proxy, stage: Stage, clone: Stage, verdict: str) -> None:
     """A whole life, with every second reply lost."""
     cut = iter(range(1000))
     proxy.rule = lambda exchange: verdict if call_of(exchange) and next(cut) % 2 == 0 else "pass"
@@ -260,7 +258,7 @@ LATE: dict[str, tuple[Prepare, Act, Act]] = {
 
 
 @pytest.mark.parametrize("verb", LATE)
-async def test_a_first_copy_that_comes_after_a_later_call_is_refused_and_changes_nothing(
+async def test_late_first_copy_is_refused_after_a_later_call(
     proxy: Proxy, stage: Stage, clone: Stage, verb: str
 ) -> None:
     prepare, act, act_again = LATE[verb]
@@ -278,9 +276,7 @@ async def test_a_first_copy_that_comes_after_a_later_call_is_refused_and_changes
 
 
 @pytest.mark.parametrize("verb", LATE)
-async def test_a_first_copy_that_comes_after_its_repetition_gets_its_reply_and_changes_nothing(
-    proxy: Proxy, stage: Stage, verb: str
-) -> None:
+async def test_late_first_copy_after_its_repetition_changes_nothing(proxy: Proxy, stage: Stage, verb: str) -> None:
     prepare, act, _ = LATE[verb]
     await prepare(stage)
     start = len(proxy.log)
@@ -326,7 +322,7 @@ async def crowd(stage: Stage) -> list[object]:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-async def test_a_pipeline_that_is_cut_anywhere_gives_all_callers_what_they_would_have_got(
+async def test_pipeline_cut_anywhere_gives_all_callers_the_same_replies(
     proxy: Proxy, server: Server, clone: Stage, moment: str
 ) -> None:
     await before_the_crowd(clone)
@@ -352,9 +348,7 @@ async def test_a_pipeline_that_is_cut_anywhere_gives_all_callers_what_they_would
     assert position > 10
 
 
-async def test_a_pipeline_that_is_cut_again_and_again_ends_all_the_same(
-    proxy: Proxy, stage: Stage, clone: Stage
-) -> None:
+async def test_pipeline_that_is_cut_repeatedly_still_ends(proxy: Proxy, stage: Stage, clone: Stage) -> None:
     """Each connection is good for one reply."""
     for each in (stage, clone):
         await before_the_crowd(each)
@@ -377,9 +371,7 @@ async def test_a_pipeline_that_is_cut_again_and_again_ends_all_the_same(
 # The list of queues
 
 
-async def test_a_queue_that_a_cancelled_caller_made_anew_is_on_the_list(
-    proxy: Proxy, server: Server, stage: Stage
-) -> None:
+async def test_queue_recreated_by_a_cancelled_caller_is_listed(proxy: Proxy, server: Server, stage: Stage) -> None:
     async with opened(server.url, like=stage) as other:
         await stage.enqueue("a")
         await stage.claim_one()
@@ -419,7 +411,7 @@ async def claim_without_a_reply(proxy: Proxy, stage: Stage) -> asyncio.Task[list
     return await without_a_reply(proxy, "claim", stage.claim(2, worker="w1", lease=10))
 
 
-async def test_a_repeated_enqueue_of_what_is_completed_brings_no_other_generations_outcome(
+async def test_repeated_enqueue_of_a_completed_id_returns_no_other_outcome(
     proxy: Proxy, server: Server, stage: Stage
 ) -> None:
     async with opened(server.url, like=stage) as other:
@@ -434,7 +426,7 @@ async def test_a_repeated_enqueue_of_what_is_completed_brings_no_other_generatio
         assert reply.outcome is None or reply.outcome.generation == reply.generation
 
 
-async def test_a_cached_outcome_is_told_also_when_the_same_call_starts_the_job_anew(clone: Stage) -> None:
+async def test_cached_outcome_is_returned_though_the_same_call_restarts_the_job(clone: Stage) -> None:
     await finished(clone)
     outcome = (await clone.the("a")).outcome
     requests = [Request("a", Work(b"1")), Request("a", Work(b"2"), update=Update())]
@@ -444,7 +436,7 @@ async def test_a_cached_outcome_is_told_also_when_the_same_call_starts_the_job_a
 
 
 @pytest.mark.parametrize("size", [5, 100_000], ids=["small", "large"])
-async def test_a_repeated_enqueue_brings_the_outcome_it_met_though_the_record_is_gone_if_it_is_small(
+async def test_repeated_enqueue_returns_a_small_outcome_though_the_record_is_gone(
     proxy: Proxy, server: Server, stage: Stage, size: int
 ) -> None:
     async with opened(server.url, like=stage) as other:
@@ -474,7 +466,7 @@ def test_no_call_is_repeated_for_longer_than_its_reply_is_kept() -> None:
         connect(f"redis://127.0.0.1?timeout={int(kept) / 1000 + 1}")
 
 
-async def test_a_repeated_claim_leaves_out_what_another_holds_by_now(
+async def test_repeated_claim_omits_jobs_leased_by_another_worker_since(
     proxy: Proxy, server: Server, stage: Stage
 ) -> None:
     async with opened(server.url, like=stage) as other:
@@ -528,9 +520,7 @@ def sent(proxy: Proxy, verb: str, id: str) -> bool:
 TURNS = range(25)
 
 
-async def test_a_cancelled_enqueue_was_made_if_it_was_sent_and_the_next_gets_its_own_reply(
-    proxy: Proxy, stage: Stage
-) -> None:
+async def test_cancelled_enqueue_counts_if_sent_and_the_next_gets_its_own_reply(proxy: Proxy, stage: Stage) -> None:
     cancelled = 0
     for turns in TURNS:
         async with opened(proxy.url) as fresh:  # Its first enqueue also lists the queue.
@@ -554,7 +544,7 @@ async def test_a_cancelled_enqueue_was_made_if_it_was_sent_and_the_next_gets_its
     assert cancelled > 3
 
 
-async def test_a_cancelled_caller_among_others_takes_nothing_from_them(proxy: Proxy, stage: Stage) -> None:
+async def test_cancelled_caller_does_not_affect_other_callers(proxy: Proxy, stage: Stage) -> None:
     for turns in TURNS:
         tasks = [asyncio.create_task(stage.enqueue(f"{turns}-{n}")) for n in range(6)]
         for _ in range(turns):
@@ -572,9 +562,7 @@ async def test_a_cancelled_caller_among_others_takes_nothing_from_them(proxy: Pr
     assert await stage.problems() == []
 
 
-async def test_a_cancelled_claim_leaves_leases_that_are_taken_back_and_the_next_gets_its_own_jobs(
-    proxy: Proxy, stage: Stage
-) -> None:
+async def test_leases_of_a_cancelled_claim_are_taken_back(proxy: Proxy, stage: Stage) -> None:
     for turns in TURNS:
         ids = [f"{turns}-{n}" for n in range(4)]
         await stage.storage.enqueue("q", [Request(id, Work(b"")) for id in ids])
@@ -611,9 +599,7 @@ async def test_a_cancelled_settle_counts_if_it_was_sent_and_the_next_gets_its_ow
     assert await stage.problems() == []
 
 
-async def test_callers_that_go_away_while_the_connection_is_cut_disturb_nobody(
-    proxy: Proxy, server: Server, stage: Stage
-) -> None:
+async def test_callers_cancelled_during_a_cut_do_not_affect_others(proxy: Proxy, server: Server, stage: Stage) -> None:
     await stage.enqueue("before")
     async with AsyncExitStack() as later:
         later.callback(setattr, proxy, "refuse", False)

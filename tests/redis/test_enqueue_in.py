@@ -70,7 +70,7 @@ def request(id: str = "a", payload: bytes | None = b"payload", **options: Any) -
 # Transactions that do not happen
 
 
-async def test_a_watched_key_that_changed_undoes_the_job_too(stage: Stage, client: redis.Redis, note: str) -> None:
+async def test_changed_watched_key_discards_the_job(stage: Stage, client: redis.Redis, note: str) -> None:
     with client.pipeline() as pipeline:
         pipeline.watch(note)
         pipeline.multi()
@@ -82,7 +82,7 @@ async def test_a_watched_key_that_changed_undoes_the_job_too(stage: Stage, clien
     assert (client.get(note), await stage.get()) == (b"5", None)
 
 
-async def test_a_watched_key_that_did_not_change_lets_the_job_be(stage: Stage, client: redis.Redis, note: str) -> None:
+async def test_unchanged_watched_key_keeps_the_job(stage: Stage, client: redis.Redis, note: str) -> None:
     def bill(pipeline: Any) -> None:
         pipeline.get(note)
         pipeline.multi()
@@ -113,7 +113,7 @@ async def test_a_pipeline_that_would_send_at_once_is_refused(server: Server, sta
             await left
 
 
-async def test_another_command_that_is_refused_undoes_the_job_too(stage: Stage, client: redis.Redis) -> None:
+async def test_transaction_with_a_refused_command_stores_no_job(stage: Stage, client: redis.Redis) -> None:
     pipeline = client.pipeline()
     stage.storage.enqueue_in(pipeline, "q", [request()])
     pipeline.execute_command("NO", "SUCH", "COMMAND")
@@ -163,7 +163,7 @@ async def test_a_queue_of_a_newer_release_is_left_alone(stage: Stage, client: re
 # What the server knows, and who hears of it
 
 
-async def test_a_server_that_has_forgotten_all_scripts_needs_none(stage: Stage, client: redis.Redis) -> None:
+async def test_enqueue_works_after_the_scripts_were_flushed(stage: Stage, client: redis.Redis) -> None:
     await stage.enqueue("before")
     pipeline = client.pipeline()
     stage.storage.enqueue_in(pipeline, "q", [request("a")])
@@ -174,7 +174,7 @@ async def test_a_server_that_has_forgotten_all_scripts_needs_none(stage: Stage, 
     assert [job.id for job in await stage.claim(5)] == ["before", "a", "b"]
 
 
-async def test_a_worker_that_waits_is_woken(stage: Stage, client: redis.Redis) -> None:
+async def test_enqueue_in_a_pipeline_wakes_a_waiting_worker(stage: Stage, client: redis.Redis) -> None:
     async with stage.storage.subscribe(Topic("q", "wake")) as woken, stage.storage.subscribe(Topic("q")) as events:
         pipeline = client.pipeline()
         stage.storage.enqueue_in(pipeline, "q", [request("a"), request("b")])
@@ -184,7 +184,7 @@ async def test_a_worker_that_waits_is_woken(stage: Stage, client: redis.Redis) -
         assert await heard(events, 2) == [(EventKind.ENQUEUED, "a"), (EventKind.ENQUEUED, "b")]
 
 
-async def test_who_enqueued_so_and_waits_is_told_of_the_end(stage: Stage, client: redis.Redis) -> None:
+async def test_subscriber_gets_the_end_of_a_job_enqueued_in_a_pipeline(stage: Stage, client: redis.Redis) -> None:
     pipeline = client.pipeline()
     stage.storage.enqueue_in(pipeline, "q", [request("a", keep_ms=60_000)])
     pipeline.execute()
@@ -193,7 +193,7 @@ async def test_who_enqueued_so_and_waits_is_told_of_the_end(stage: Stage, client
         assert await heard(events, 1) == [(EventKind.COMPLETED, "a")]
 
 
-async def test_a_client_that_takes_all_for_text_can_read_the_reply(server: Server, stage: Stage) -> None:
+async def test_reply_is_readable_with_decode_responses(server: Server, stage: Stage) -> None:
     requests = [request("a"), request("a"), request("none", None, update=Update(payload=False))]
     with redis.Redis(port=server.port, decode_responses=True) as client:
         pipeline = client.pipeline()
@@ -203,7 +203,7 @@ async def test_a_client_that_takes_all_for_text_can_read_the_reply(server: Serve
     assert replies == [[Placed.NEW, generation], [Placed.DUPLICATE, generation], [None, 0]]
 
 
-async def test_a_pipeline_without_a_transaction_will_do(stage: Stage, client: redis.Redis) -> None:
+async def test_pipeline_without_a_transaction_is_accepted(stage: Stage, client: redis.Redis) -> None:
     pipeline = client.pipeline(transaction=False)
     stage.storage.enqueue_in(pipeline, "q", [request("a")])
     pipeline.ping()
@@ -219,7 +219,7 @@ async def test_each_call_is_one_command_and_sends_nothing(stage: Stage) -> None:
         assert len(pipeline) == 3
 
 
-async def test_the_servers_own_clock_is_read_when_the_transaction_happens(server: Server, client: redis.Redis) -> None:
+async def test_server_clock_is_read_when_the_transaction_executes(server: Server, client: redis.Redis) -> None:
     async with connect(server.url, namespace=uuid.uuid4().hex) as storage:
         pipeline = client.pipeline()
         storage.enqueue_in(pipeline, "q", [request()])
@@ -255,7 +255,7 @@ async def _stray_entry(stage: Stage, client: redis.Redis) -> None:
 
 @pytest.mark.parametrize("damage", [_garbled_record, _garbled_lease, _stray_entry])
 @pytest.mark.parametrize("update", [None, Update(), Update(payload=False)])
-async def test_what_is_damaged_is_met_as_by_a_plain_enqueue(
+async def test_damaged_record_is_treated_as_by_a_plain_enqueue(
     server: Server, stage: Stage, client: redis.Redis, damage: Any, update: Update | None
 ) -> None:
     async with opened(server.url) as plain:
@@ -288,14 +288,14 @@ async def test_unreadable_metadata_refuses_the_command(stage: Stage, client: red
 # Wrong uses
 
 
-async def test_another_database_is_noticed(server: Server, stage: Stage) -> None:
+async def test_pipeline_of_another_database_is_refused(server: Server, stage: Stage) -> None:
     with redis.Redis(port=server.port, db=4) as client, pytest.raises(OptionError, match=r"database 4.*database 0"):
         stage.storage.enqueue_in(client.pipeline(), "q", [request()])
     with redis.Redis(port=server.port, db=4) as client:
         connect(f"{server.url}/4").enqueue_in(client.pipeline(), "q", [request()])
 
 
-def test_a_client_is_no_pipeline(client: redis.Redis) -> None:
+def test_client_instead_of_a_pipeline_is_refused(client: redis.Redis) -> None:
     storage = connect("redis://localhost:1")
     for wrong in (client, redis.asyncio.Redis(), None, object):
         with pytest.raises(OptionError, match="pass a pipeline of redis"):
@@ -303,7 +303,7 @@ def test_a_client_is_no_pipeline(client: redis.Redis) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Call to '__init__' function with deprecated:DeprecationWarning")  # redis-py 6.0
-async def test_a_cluster_has_no_transactions_for_it() -> None:
+async def test_cluster_refuses_enqueue_in() -> None:
     cluster = servers.shared_cluster()
     with redis.Redis(port=cluster.nodes[0].port) as client, pytest.raises(OptionError, match="is a cluster"):
         connect(cluster.url).enqueue_in(client.pipeline(), "q", [request()])
@@ -315,7 +315,7 @@ async def test_a_cluster_has_no_transactions_for_it() -> None:
 # The script
 
 
-def test_the_script_is_what_an_enqueue_needs_and_little_else() -> None:
+def test_enqueue_script_contains_only_what_enqueue_needs() -> None:
     script = Library(SOURCES, injected_clock=False).enqueue_in_multi
     assert script.startswith("#!lua\n")
     assert script.isascii()

@@ -57,7 +57,7 @@ class Provider(CredentialProvider):
         return self.credentials[0] if len(self.credentials) == 1 else self.credentials.pop(0)
 
 
-async def test_a_client_with_a_unix_socket_lends_its_path(own: Server) -> None:
+async def test_unix_socket_path_of_a_client_is_used(own: Server) -> None:
     client = redis.asyncio.Redis(unix_socket_path=str(own.directory / "unix.sock"), db=2)
     await works(of_client(client, namespace=uuid.uuid4().hex))
     assert own.info("keyspace").keys() == {"db2"}
@@ -85,14 +85,14 @@ async def test_a_credential_provider_that_raises_is_called_again_until_the_timeo
     await client.aclose()
 
 
-async def test_a_client_with_a_connect_function_is_refused_by_name() -> None:
+async def test_client_with_a_connect_function_is_refused() -> None:
     client = redis.asyncio.Redis.from_pool(redis.asyncio.ConnectionPool(redis_connect_func=print))
     with pytest.raises(OptionError, match="redis_connect_func"):
         of_client(client)
     await client.aclose()
 
 
-async def test_a_client_with_tls_lends_its_certificates(own: Server) -> None:
+async def test_tls_certificates_of_a_client_are_used(own: Server) -> None:
     async with tls_in_front_of(own.port) as port:
         client = redis.asyncio.Redis(host="localhost", port=port, ssl=True, ssl_ca_certs=str(CERTIFICATE))
         await works(of_client(client, namespace=uuid.uuid4().hex))
@@ -128,7 +128,7 @@ async def test_a_login_that_cannot_succeed_is_refused(own: Server, login: dict[s
     assert SECRET not in repr(caught.value)
 
 
-async def test_a_server_without_a_place_for_another_client_is_tried_again(own: Server) -> None:
+async def test_server_at_its_client_limit_is_tried_again(own: Server) -> None:
     admin = await open_connection(options(own))
     assert await admin.ask(("CONFIG", "SET", "maxclients", "1")) == [b"OK"]
     with pytest.raises((ServerError, OSError)):  # It answers and closes: which comes first is a matter of luck.
@@ -148,7 +148,7 @@ async def test_a_server_that_does_not_answer_a_login_is_named(own: Server) -> No
     own.resume()
 
 
-async def test_sentinels_that_hang_or_refuse_are_passed_over(own: Server) -> None:
+async def test_sentinels_that_hang_or_refuse_are_skipped(own: Server) -> None:
     sentinels = [SentinelServer(SERVICE, own) for _ in range(2)]
     try:
         sentinels[0].pause()
@@ -162,7 +162,7 @@ async def test_sentinels_that_hang_or_refuse_are_passed_over(own: Server) -> Non
             sentinel.stop()
 
 
-async def test_sentinels_have_a_login_of_their_own(own: Server) -> None:
+async def test_sentinels_have_a_separate_login(own: Server) -> None:
     sentinel = SentinelServer(SERVICE, own)
     try:
         sentinel.command("ACL", "SETUSER", "watcher", "on", ">other", "+@all")

@@ -66,7 +66,7 @@ async def answer_of(task: asyncio.Task[Outcome]) -> Outcome:
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_waiter_is_answered_by_the_notice_alone(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_notification_alone_answers_a_waiter(proxy: Proxy, stage: Stage, other: Stage) -> None:
     await other.enqueue("a")
     waiter = await waiting(proxy, stage)
     job, before = await other.claim_one(), looks(proxy)
@@ -78,7 +78,9 @@ async def test_a_waiter_is_answered_by_the_notice_alone(proxy: Proxy, stage: Sta
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_notice_tells_of_failures_and_cancels_too(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_notification_answers_waiters_of_failed_and_cancelled_jobs(
+    proxy: Proxy, stage: Stage, other: Stage
+) -> None:
     await other.enqueue("a")
     await other.enqueue("b")
     failing, cancelling = await waiting(proxy, stage, "a"), await waiting(proxy, stage, "b")
@@ -106,7 +108,7 @@ async def test_a_waiter_is_not_answered_with_another_generation(proxy: Proxy, st
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_large_result_is_fetched_at_the_notice(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_large_result_is_fetched_after_the_notification(proxy: Proxy, stage: Stage, other: Stage) -> None:
     await other.enqueue("a")
     waiter = await waiting(proxy, stage)
     job, before = await other.claim_one(), looks(proxy)
@@ -118,7 +120,7 @@ async def test_a_large_result_is_fetched_at_the_notice(proxy: Proxy, stage: Stag
 @pytest.mark.usefixtures("only_notices")
 @pytest.mark.parametrize("result", [b"small", LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("clients", [4, 5, 7])
-async def test_however_many_clients_wait_all_are_told(
+async def test_all_waiting_clients_get_the_result(
     proxy: Proxy, server: Server, other: Stage, clients: int, result: bytes
 ) -> None:
     await other.enqueue("a")
@@ -132,7 +134,9 @@ async def test_however_many_clients_wait_all_are_told(
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_waiter_that_leaves_does_not_silence_another(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_waiter_that_leaves_does_not_stop_notifications_of_another(
+    proxy: Proxy, stage: Stage, other: Stage
+) -> None:
     await other.enqueue("a")
     async with opened(proxy.url, like=stage) as third:
         waiters = [await waiting(proxy, each) for each in (stage, stage, third, third)]
@@ -144,7 +148,9 @@ async def test_a_waiter_that_leaves_does_not_silence_another(proxy: Proxy, stage
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_storage_that_stops_waiting_does_not_silence_another(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_storage_that_stops_waiting_does_not_stop_notifications_of_another(
+    proxy: Proxy, stage: Stage, other: Stage
+) -> None:
     await other.enqueue("a")
     waiter = await waiting(proxy, stage)
     async with opened(proxy.url, like=stage) as third:
@@ -158,9 +164,7 @@ async def test_a_storage_that_stops_waiting_does_not_silence_another(proxy: Prox
 # A listener that is cut off
 
 
-async def test_a_waiter_whose_listening_connection_is_cut_is_answered_all_the_same(
-    proxy: Proxy, stage: Stage, other: Stage
-) -> None:
+async def test_waiter_is_answered_though_its_subscription_was_cut(proxy: Proxy, stage: Stage, other: Stage) -> None:
     for id in "abc":
         await other.enqueue(id)
         waiter = await waiting(proxy, stage, id)
@@ -175,7 +179,7 @@ async def heard_of(events: AsyncIterator[Event], id: str) -> Event:
     return event
 
 
-async def test_a_subscription_that_was_cut_off_hears_again_and_is_told_to_look(
+async def test_cut_subscription_reconnects_and_asks_for_a_reread(
     proxy: Proxy, server: Server, stage: Stage, other: Stage
 ) -> None:
     channel = key(stage, "events")
@@ -197,7 +201,7 @@ async def test_a_subscription_that_was_cut_off_hears_again_and_is_told_to_look(
         assert (await heard_of(events, "after")).kind is EventKind.ENQUEUED
 
 
-async def test_a_listener_that_leaves_and_comes_back_at_once_keeps_its_connection(
+async def test_listener_that_resubscribes_at_once_keeps_its_connection(
     server: Server, clone: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "holdfast")
@@ -210,7 +214,7 @@ async def test_a_listener_that_leaves_and_comes_back_at_once_keeps_its_connectio
 
 
 @pytest.mark.usefixtures("only_notices")
-async def test_a_waiter_that_was_cut_off_looks_as_soon_as_it_listens_again(
+async def test_waiter_reads_the_record_as_soon_as_its_subscription_is_back(
     proxy: Proxy, stage: Stage, other: Stage
 ) -> None:
     await other.enqueue("a")
@@ -235,7 +239,7 @@ async def listening(server: Server, number: int) -> None:
     await until(lambda: server.info("clients")["blocked_clients"] == f"{number}")
 
 
-async def test_a_queue_has_at_most_one_token(server: Server, clone: Stage) -> None:
+async def test_queue_has_at_most_one_wake_token(server: Server, clone: Stage) -> None:
     for n in range(5):
         await clone.enqueue(f"{n}")
         assert server.command("LLEN", key(clone, "wake")) == 1
@@ -246,7 +250,7 @@ async def test_a_queue_has_at_most_one_token(server: Server, clone: Stage) -> No
 
 
 @pytest.mark.usefixtures("patient_listener")
-async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_the_other(
+async def test_enqueue_wakes_one_of_two_and_a_claim_that_leaves_jobs_wakes_the_other(
     server: Server, clone: Stage
 ) -> None:
     async with opened(server.url, like=clone) as second, opened(server.url, like=clone) as producer:
@@ -269,14 +273,14 @@ async def test_one_enqueue_wakes_one_of_two_and_a_claim_that_leaves_work_wakes_t
             await listening(server, 1)  # Whoever has found nothing stands in line again.
 
 
-async def test_a_token_that_lies_there_wakes_whoever_comes(server: Server, clone: Stage) -> None:
+async def test_stored_wake_token_wakes_the_next_listener(server: Server, clone: Stage) -> None:
     await clone.enqueue("a")
     async with clone.storage.subscribe(Topic("q", "wake")) as events:
         await next_wake(events)
     assert server.command("LLEN", key(clone, "wake")) == 0
 
 
-async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, stage: Stage, other: Stage) -> None:
+async def test_cut_wake_listener_is_woken_again(proxy: Proxy, stage: Stage, other: Stage) -> None:
     async with stage.storage.subscribe(Topic("q", "wake")) as events:
         for n in range(3):
             await other.enqueue(f"{n}")
@@ -285,7 +289,7 @@ async def test_a_listener_for_work_that_was_cut_off_hears_again(proxy: Proxy, st
 
 
 @pytest.mark.usefixtures("patient_listener")
-async def test_who_has_left_takes_no_token_from_who_listens(server: Server, clone: Stage) -> None:
+async def test_listener_that_left_takes_no_wake_token_from_another(server: Server, clone: Stage) -> None:
     topic = Topic("q", "wake")
     async with opened(server.url, like=clone) as leaving, opened(server.url, like=clone) as producer:
         first, second = leaving.storage.subscribe(topic), clone.storage.subscribe(topic)
@@ -299,7 +303,7 @@ async def test_who_has_left_takes_no_token_from_who_listens(server: Server, clon
                 await anext(events)
 
 
-async def test_a_second_queue_is_listened_to_beside_the_first(server: Server, clone: Stage) -> None:
+async def test_listener_of_a_second_queue_is_woken(server: Server, clone: Stage) -> None:
     async with opened(server.url, like=clone) as producer:
         async with clone.storage.subscribe(Topic("q", "wake")) as events:
             await listening(server, 1)

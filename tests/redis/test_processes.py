@@ -20,7 +20,7 @@ def processes() -> Iterator[Processes]:
     processes.close()
 
 
-async def test_clients_and_their_server_killed_at_random_lose_nothing_and_complete_nothing_twice(
+async def test_random_kills_of_clients_and_server_lose_nothing_and_complete_nothing_twice(
     processes: Processes, tmp_path: Path
 ) -> None:
     history = tmp_path / "history"

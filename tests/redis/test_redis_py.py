@@ -76,7 +76,7 @@ def test_no_private_name_of_redis_py_is_used() -> None:
         ("class Line(Connection): pass", "class Line"),
     ],
 )
-def test_a_private_name_would_be_found(text: str, found: str) -> None:
+def test_search_for_private_names_finds_one(text: str, found: str) -> None:
     assert found in private_uses(ast.parse(text))
 
 

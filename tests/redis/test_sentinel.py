@@ -66,7 +66,7 @@ async def test_the_master_is_found_and_found_again_after_a_failover(watched: Wat
         assert (await audit(storage, "q")).problems == []
 
 
-async def test_a_sentinels_own_client_will_do(watched: Watched) -> None:
+async def test_sentinel_client_of_redis_py_is_accepted(watched: Watched) -> None:
     sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])
     client = sentinel.master_for(SERVICE)
     async with of_client(client, namespace=uuid.uuid4().hex) as storage:
@@ -75,14 +75,14 @@ async def test_a_sentinels_own_client_will_do(watched: Watched) -> None:
         await mine.aclose()
 
 
-async def test_a_service_that_no_sentinel_knows_is_named(watched: Watched) -> None:
+async def test_unknown_sentinel_service_is_named(watched: Watched) -> None:
     url = watched.url.replace(SERVICE, "nobody")
     with pytest.raises(StorageUnavailable, match="nobody"):
         async with connect(f"{url}?timeout=1"):
             pass
 
 
-def test_a_sentinel_url_without_a_service_says_what_is_missing() -> None:
+def test_sentinel_url_without_a_service_is_refused() -> None:
     with pytest.raises(OptionError, match="SERVICE"):
         connect("redis+sentinel://localhost:26379")
 

@@ -70,7 +70,7 @@ async def test_jobs_and_hints_travel_over_tls(tls_port: int, scheme: str) -> Non
         assert (await audit(storage, "q")).problems == []
 
 
-async def test_a_certificate_that_nobody_vouches_for_is_refused(tls_port: int) -> None:
+async def test_untrusted_certificate_is_refused(tls_port: int) -> None:
     with pytest.raises(StorageUnavailable, match="certificate"):
         async with connect(f"rediss://localhost:{tls_port}?timeout=1"):
             pass

@@ -76,9 +76,7 @@ async def test_a_library_that_was_flushed_is_loaded_again(own: Server, hurt: Sta
 
 
 @pytest.mark.parametrize("position", [*range(12), 20, 30, 40])
-async def test_a_library_that_is_flushed_under_fifty_calls_costs_none_of_them(
-    own: Server, to_own: Proxy, position: int
-) -> None:
+async def test_library_flushed_during_fifty_calls_fails_none_of_them(own: Server, to_own: Proxy, position: int) -> None:
     async with opened(to_own.url) as stage:
         for n in range(5):
             await stage.storage.enqueue(f"q{n}", [Request("x", Work(b""))])
@@ -125,7 +123,7 @@ def is_any_call(exchange: Exchange) -> bool:
 
 
 @pytest.mark.parametrize("error", NOT_READY, ids=lambda error: error.split()[0])
-async def test_a_call_outlasts_a_server_that_is_not_ready(proxy: Proxy, stage: Stage, clone: Stage, error: str) -> None:
+async def test_call_is_repeated_until_the_server_is_ready(proxy: Proxy, stage: Stage, clone: Stage, error: str) -> None:
     for each in (stage, clone):
         await each.enqueue("a")
     proxy.before = first(is_any_call, f"error:{error}", times=3)
@@ -138,7 +136,7 @@ async def test_a_call_outlasts_a_server_that_is_not_ready(proxy: Proxy, stage: S
 
 
 @pytest.mark.parametrize("error", NOT_READY, ids=lambda error: error.split()[0])
-async def test_calls_behind_one_that_met_a_server_not_ready_are_made_once(
+async def test_calls_queued_behind_a_not_ready_reply_are_made_once(
     proxy: Proxy, stage: Stage, clone: Stage, error: str
 ) -> None:
     async def crowd(stage: Stage) -> list[object]:
@@ -210,7 +208,7 @@ async def test_a_full_server_refuses_an_enqueue_and_nothing_is_changed(own: Serv
     assert await full.problems() == []
 
 
-async def test_a_full_server_still_lets_everything_else_be_done(full: Stage) -> None:
+async def test_full_server_accepts_all_verbs_except_enqueue(full: Stage) -> None:
     storage = full.storage
     assert await full.complete(await full.the("a")) is SettleResult.OK
     assert await full.retry(await full.the("b")) is SettleResult.OK
@@ -236,13 +234,13 @@ async def test_a_job_fails_with_its_follow_up_on_a_full_server(full: Stage) -> N
     assert await full.problems() == []
 
 
-async def test_a_worker_that_comes_to_a_full_server_drains_it(own: Server, full: Stage) -> None:
+async def test_new_worker_drains_a_full_server(own: Server, full: Stage) -> None:
     async with opened(own.url, like=full) as other:
         job = await other.claim_one(worker="w2")
         assert await other.complete(job, worker="w2") is SettleResult.OK
 
 
-async def test_a_full_server_that_does_not_know_the_library_is_drained_all_the_same(own: Server, full: Stage) -> None:
+async def test_full_server_without_the_library_is_drained(own: Server, full: Stage) -> None:
     own.command("FUNCTION", "FLUSH")
     job = await full.claim_one(worker="w2")
     assert await full.complete(job, worker="w2") is SettleResult.OK
@@ -255,7 +253,7 @@ async def test_a_queue_is_paused_on_a_full_server_by_a_client_that_never_used_it
         assert (await stage.stats()).paused
 
 
-async def test_a_server_that_has_lost_everything_is_begun_anew(own: Server, hurt: Stage) -> None:
+async def test_storage_works_after_the_server_lost_all_data(own: Server, hurt: Stage) -> None:
     await hurt.enqueue("a")
     await hurt.fail(await hurt.claim_one(), follow_up=Work(b"f"))
     await hurt.enqueue("b")
@@ -272,7 +270,7 @@ async def test_a_server_that_has_lost_everything_is_begun_anew(own: Server, hurt
 # A server that says nothing
 
 
-async def test_callers_are_told_when_a_storage_is_closed_under_them(own: Server) -> None:
+async def test_pending_calls_fail_when_the_storage_is_closed(own: Server) -> None:
     async with opened(own.url) as stage:
         await stage.enqueue("a")
         own.pause()
@@ -286,7 +284,7 @@ async def test_callers_are_told_when_a_storage_is_closed_under_them(own: Server)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_call_to_a_frozen_server_succeeds_once_it_goes_on(
+async def test_call_to_a_frozen_server_succeeds_once_it_continues(
     own: Server, hurt: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
@@ -302,7 +300,7 @@ async def test_a_call_to_a_frozen_server_succeeds_once_it_goes_on(
     assert await hurt.problems() == []
 
 
-async def test_who_asks_again_after_no_answer_learns_what_became_of_the_first_call(own: Server) -> None:
+async def test_repeated_call_after_a_timeout_reports_the_effect_of_the_first(own: Server) -> None:
     """A frozen server does what it was asked when it goes on, long after the caller has given up."""
     async with opened(f"{own.url}?timeout=0.5") as stage:
         for id in "ab":
@@ -331,7 +329,7 @@ async def _given_up(server: Server, call: Callable[[], Coroutine[Any, Any, objec
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_half_open_connection_is_given_up(proxy: Proxy, stage: Stage, clone: Stage) -> None:
+async def test_half_open_connection_is_abandoned(proxy: Proxy, stage: Stage, clone: Stage) -> None:
     for each in (stage, clone):
         await each.enqueue("a")
     proxy.before = first(lambda exchange: is_call(exchange, "claim"), "stall")
@@ -346,7 +344,7 @@ async def test_a_half_open_connection_is_given_up(proxy: Proxy, stage: Stage, cl
 
 
 @pytest.mark.parametrize("turns", [1, 3, 30])
-async def test_a_killed_server_that_logs_every_write_loses_nothing_that_was_acknowledged(turns: int) -> None:
+async def test_killed_server_with_appendfsync_always_loses_no_acknowledged_write(turns: int) -> None:
     with Server("valkey", "--appendonly", "yes", "--appendfsync", "always") as own:
         async with opened(own.url) as stage:
             for n in range(5):
@@ -379,9 +377,7 @@ def shown(error: BaseException, caplog: pytest.LogCaptureFixture, storage: objec
     return "".join(traceback.format_exception(error)) + repr(error) + caplog.text + repr(storage) + str(storage)
 
 
-async def test_a_server_that_went_away_is_named_within_the_time_out(
-    own: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_server_that_stopped_is_named_within_the_timeout(own: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     own.command("ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all")
     async with connect(f"redis://u:{SECRET}@{HOST}:{own.port}?timeout=1") as storage:
@@ -401,7 +397,7 @@ async def test_a_server_that_went_away_is_named_within_the_time_out(
         assert time.monotonic() - started < 4
 
 
-async def test_a_server_that_is_not_there_is_named_when_a_storage_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_server_is_named_when_a_storage_is_opened(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     port = free_port()
     storage = connect(f"redis://u:{SECRET}@{HOST}:{port}?timeout=1")
@@ -422,9 +418,7 @@ async def test_a_storage_that_could_not_be_opened_can_be_opened_later(own: Serve
         assert await storage.get("q", ["a"]) == [None]
 
 
-async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
-    own: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_wrong_password_is_refused_at_once_and_never_shown(own: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     own.command("ACL", "SETUSER", "u", "on", ">right", "~*", "&*", "+@all")
     storage = connect(f"redis://u:{SECRET}@{HOST}:{own.port}")
@@ -435,7 +429,7 @@ async def test_a_wrong_password_is_refused_at_once_and_shown_nowhere(
     assert SECRET not in shown(caught.value, caplog, storage)
 
 
-async def test_no_password_where_one_is_needed_is_refused_at_once(own: Server) -> None:
+async def test_missing_password_is_refused_at_once(own: Server) -> None:
     own.command("CONFIG", "SET", "requirepass", SECRET)
     started = time.monotonic()
     with pytest.raises(StorageUnavailable, match=f"{HOST}:{own.port}"):
@@ -443,7 +437,7 @@ async def test_no_password_where_one_is_needed_is_refused_at_once(own: Server) -
     assert time.monotonic() - started < 4
 
 
-async def test_a_user_who_may_load_no_library_is_served_by_scripts(own: Server) -> None:
+async def test_user_without_function_permission_is_served_by_scripts(own: Server) -> None:
     own.command("ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all", "-function")
     async with connect(f"redis://u:{SECRET}@{HOST}:{own.port}") as storage:
         await storage.enqueue("q", [Request("a", Work(b""))])
@@ -467,7 +461,7 @@ async def test_a_user_without_permission_is_refused_at_once(
     assert SECRET not in shown(caught.value, caplog, storage)
 
 
-async def test_a_server_that_evicts_is_refused_unless_that_is_allowed(own: Server) -> None:
+async def test_server_with_eviction_is_refused_unless_allowed(own: Server) -> None:
     own.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     with pytest.raises(StorageUnavailable, match="allkeys-lru"):
         await connect(own.url).__aenter__()
@@ -562,7 +556,7 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
         "redis+cluster://127.0.0.1/3",
     ],
 )
-def test_a_url_that_is_not_valid_is_refused_by_name_and_without_its_password(url: str) -> None:
+def test_invalid_url_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(OptionError, match=r"127\.0\.0\.1") as caught:
         connect(url.replace("://", f"://u:{SECRET}@"))
     assert SECRET not in "".join(traceback.format_exception(caught.value))

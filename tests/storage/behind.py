@@ -162,14 +162,14 @@ class RedisSaboteur:
         packed = TOTALS.pack(*(fields[name] for name in META), *fields["totals"])
         self.command("SET", self.key + ":meta", packed + fields["rest"])
 
-    def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
+    def metadata(self, change: Callable[[dict[str, Any]], None]) -> None:
         fields = self.read_meta()
         shown = {
             "counts": {name: fields[name] for name in self.counts},
             "totals": dict(zip(form.KINDS, fields["totals"], strict=True)),
         }
         change(shown)
-        assert shown["counts"].keys() <= self.counts, "the ledger has no such count"
+        assert shown["counts"].keys() <= self.counts, "the metadata has no such count"
         fields |= shown["counts"]
         fields["totals"] = [shown["totals"][kind] for kind in form.KINDS]
         self.write_meta(fields)

@@ -42,7 +42,7 @@ async def in_a_thread(work: Coroutine[Any, Any, T]) -> T:
     return await asyncio.to_thread(asyncio.run, work)
 
 
-async def as_twin(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, T]]) -> T:
+async def with_clone(stage: Stage, work: Callable[[Stage], Coroutine[Any, Any, T]]) -> T:
     """Open a twin in another thread, do this with it, and close it."""
 
     async def main() -> T:
@@ -65,9 +65,9 @@ def restless() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("only", ["ready", "wake"])
-async def test_what_a_twin_enqueues_is_heard_and_claimed(stage: Stage, only: Any) -> None:
+async def test_job_enqueued_by_a_clone_is_published_and_claimed(stage: Stage, only: Any) -> None:
     async with stage.storage.subscribe(Topic("q", only)) as events:
-        reply = await as_twin(stage, lambda clone: clone.enqueue("a", b"from there"))
+        reply = await with_clone(stage, lambda clone: clone.enqueue("a", b"from there"))
         async with asyncio.timeout(10):
             event = await anext(events)
     assert reply.placed is Placed.NEW
@@ -75,7 +75,7 @@ async def test_what_a_twin_enqueues_is_heard_and_claimed(stage: Stage, only: Any
     assert (await stage.claim_one()).payload == b"from there"
 
 
-async def test_a_twin_hears_what_the_first_does(stage: Stage) -> None:
+async def test_clone_gets_events_of_the_original(stage: Stage) -> None:
     listening = threading.Event()
 
     async def listen(clone: Stage) -> list[tuple[EventKind, str]]:
@@ -83,23 +83,23 @@ async def test_a_twin_hears_what_the_first_does(stage: Stage) -> None:
             listening.set()
             return await heard(events, 2)
 
-    hearing = asyncio.create_task(as_twin(stage, listen))
+    hearing = asyncio.create_task(with_clone(stage, listen))
     assert await asyncio.to_thread(listening.wait, 10)
     await stage.enqueue("a")
     await stage.claim_one()
     assert await hearing == [(EventKind.ENQUEUED, "a"), (EventKind.CLAIMED, "a")]
 
 
-async def test_a_lease_of_one_is_extended_and_settled_through_the_other(stage: Stage) -> None:
+async def test_lease_is_extended_and_settled_through_the_other_storage(stage: Stage) -> None:
     await stage.enqueue("a")
     mine = await stage.claim_one(lease=10)
     stage.clock.advance(6)
-    assert (await as_twin(stage, lambda clone: clone.extend(mine, lease=10))).lost == []
+    assert (await with_clone(stage, lambda clone: clone.extend(mine, lease=10))).lost == []
     stage.clock.advance(6)
     assert (await stage.sweep()).overdue == []
-    assert await as_twin(stage, lambda clone: clone.complete(mine)) is SettleResult.OK
+    assert await with_clone(stage, lambda clone: clone.complete(mine)) is SettleResult.OK
     await stage.enqueue("b")
-    theirs = await as_twin(stage, lambda clone: clone.claim_one())
+    theirs = await with_clone(stage, lambda clone: clone.claim_one())
     assert (await stage.extend(theirs)).lost == []
     assert await stage.settle(Complete("b", fence(theirs), b"done")) is SettleResult.OK
     assert await stage.complete(mine) is SettleResult.LOST
@@ -121,7 +121,7 @@ async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: S
 
         return main
 
-    ends = await asyncio.gather(*(as_twin(stage, work(name)) for name in ("a", "b")))
+    ends = await asyncio.gather(*(with_clone(stage, work(name)) for name in ("a", "b")))
     left = await stage.claim(250)
     ran = Counter(id for id in [*ends[0], *ends[1], *(job.id for job in left)] if id != "shared")
     assert ran == Counter(f"{name}{n}" for name in ("a", "b") for n in range(ROUNDS))
@@ -134,16 +134,16 @@ async def test_two_threads_at_once_lose_nothing_and_claim_nothing_twice(stage: S
 # Opened and closed for itself
 
 
-async def test_a_twin_that_closes_leaves_the_first_as_it_was(stage: Stage) -> None:
+async def test_closing_a_clone_leaves_the_original_open(stage: Stage) -> None:
     async with stage.storage.subscribe(Topic("q")) as events:
         for _ in range(2):
-            await as_twin(stage, lambda clone: clone.get("a"))
+            await with_clone(stage, lambda clone: clone.get("a"))
         await stage.enqueue("a")
         assert await heard(events, 1) == [(EventKind.ENQUEUED, "a")]
     assert await stage.complete(await stage.claim_one()) is SettleResult.OK
 
 
-async def test_a_twin_outlives_the_first(stage: Stage, clock: ManualClock) -> None:
+async def test_clone_works_after_the_original_closed(stage: Stage, clock: ManualClock) -> None:
     storage = stage.storage.clone()
     async with storage:
         async with storage.clone() as clone:
@@ -155,26 +155,26 @@ async def test_a_twin_outlives_the_first(stage: Stage, clock: ManualClock) -> No
         assert (await storage.get("q", ["a"]))[0] is not None
 
 
-async def test_a_twin_is_not_open_before_it_is_opened(stage: Stage) -> None:
+async def test_clone_is_not_open_before_it_is_opened(stage: Stage) -> None:
     with pytest.raises(StorageUnavailable, match="not open"):
         await stage.storage.clone().get("q", ["a"])
 
 
-async def test_a_twin_of_a_twin_that_never_was_open_will_do(stage: Stage, clock: ManualClock) -> None:
+async def test_clone_of_an_unopened_clone_works(stage: Stage, clock: ManualClock) -> None:
     async with stage.storage.clone().clone() as clone:
         await Stage(clone, clock).enqueue("a")
     assert (await stage.the("a")).id == "a"
 
 
 @pytest.mark.parametrize("url", ["memory://", "sqlite:///jobs.db", "redis://localhost:1"])
-async def test_a_twin_has_the_same_limits(url: str) -> None:
+async def test_clone_has_the_same_limits(url: str) -> None:
     clone = connect(url, max_payload=3, namespace="mine").clone()
     with pytest.raises(PayloadRejected, match="at most 3"):
         await clone.enqueue("q", [Request("a", Work(b"four"))])
     assert clone.namespace == "mine"  # type: ignore[attr-defined]
 
 
-async def test_a_twin_keeps_the_durability_that_was_asked_for(tmp_path: Path) -> None:
+async def test_clone_keeps_the_durability_setting(tmp_path: Path) -> None:
     async with connect(f"sqlite:///{tmp_path}/jobs.db?synchronous=full").clone() as clone:
         writer = clone._writer  # type: ignore[attr-defined]
         assert writer._db.execute("PRAGMA synchronous").fetchone() == (2,)
@@ -184,7 +184,7 @@ async def test_a_twin_keeps_the_durability_that_was_asked_for(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("restless")
-def test_threads_that_name_the_same_memory_have_the_same() -> None:
+def test_threads_with_the_same_memory_url_share_one_storage() -> None:
     for _ in range(50):
         name, found, gate = uuid.uuid4().hex, list[Storage](), threading.Barrier(4)
 
@@ -263,13 +263,13 @@ async def ways() -> AsyncIterator[dict[str, RedisStorage]]:
 
 
 @pytest.mark.parametrize("way", ["a cluster's URL", "a client", "a cluster's client"])
-async def test_a_twin_goes_the_same_way(way: str) -> None:
+async def test_clone_uses_the_same_connection_options(way: str) -> None:
     async with ways() as found, found[way] as storage:
         await _back_and_forth(storage)
         assert storage._servers.options.database == (3 if way == "a client" else 0)
 
 
-async def test_twins_are_different_clients_to_the_server() -> None:
+async def test_clones_have_different_client_ids() -> None:
     async with ways() as found:
         for storage in found.values():
             clone = storage.clone()
@@ -278,7 +278,7 @@ async def test_twins_are_different_clients_to_the_server() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["a URL", "a client"])
-async def test_a_twin_asks_the_sentinels_itself(own: bool) -> None:
+async def test_clone_asks_the_sentinels_itself(own: bool) -> None:
     watched = Watched()
     try:
         sentinel = Sentinel([("127.0.0.1", watched.sentinel.port)])

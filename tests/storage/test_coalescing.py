@@ -139,7 +139,7 @@ async def test_calls_for_different_queues_share_a_transaction_too(storage: Sqlit
     assert len((await storage.snapshot()).queues) == 50
 
 
-async def test_a_group_has_a_limit_so_that_no_transaction_goes_on_for_ever(storage: SqliteStorage) -> None:
+async def test_group_of_calls_has_a_limit(storage: SqliteStorage) -> None:
     with commits(storage) as seen:
         async with Blocked(storage):
             calls = [asyncio.create_task(enqueue(storage, f"{n}")) for n in range(2 * connection.MAX_GROUP + 1)]
@@ -164,9 +164,7 @@ def break_for(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, id: str, 
     monkeypatch.setattr(table, "write", broken)
 
 
-async def test_a_call_that_fails_hurts_none_of_its_group(
-    storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_call_does_not_affect_its_group(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(20):
         await enqueue(storage, f"{n}")
     error = RuntimeError("a bug")
@@ -182,7 +180,7 @@ async def test_a_call_that_fails_hurts_none_of_its_group(
     assert [job.id for job in (await storage.claim("q", 20, worker="w1", lease_ms=1000)).jobs] == ["7"]
 
 
-async def test_a_call_that_has_no_room_hurts_none_of_its_group(storage: SqliteStorage) -> None:
+async def test_call_refused_by_a_full_disk_does_not_affect_its_group(storage: SqliteStorage) -> None:
     db = storage._writer._db
     async with Blocked(storage):
         large = storage.enqueue("q", [Request("large", Work(b"x" * 500_000))])
@@ -198,9 +196,7 @@ async def test_a_call_that_has_no_room_hurts_none_of_its_group(storage: SqliteSt
     assert last.generation > first.generation
 
 
-async def test_a_lone_call_that_fails_leaves_nothing_behind(
-    storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_single_call_changes_nothing(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     await enqueue(storage, "a")
     break_for(storage, monkeypatch, "a", RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
@@ -211,7 +207,7 @@ async def test_a_lone_call_that_fails_leaves_nothing_behind(
     assert (await enqueue(storage, "b")).placed is Placed.NEW
 
 
-async def test_what_is_refused_before_it_is_sent_never_joins_a_group(storage: SqliteStorage) -> None:
+async def test_call_refused_by_validation_never_joins_a_group(storage: SqliteStorage) -> None:
     with commits(storage) as seen, pytest.raises(ValueError, match="priority"):
         await storage.enqueue("q", [Request("a", Work(b"", priority=99))])
     assert seen == []
@@ -232,7 +228,7 @@ def no_right_to_clear_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("trouble", [no_sockets_left, no_right_to_clear_away])
-async def test_a_hint_that_cannot_be_sent_neither_fails_nor_repeats_what_was_committed(
+async def test_hint_that_cannot_be_sent_neither_fails_nor_repeats_the_commit(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch, trouble: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     with closing(sqlite3.connect(storage.path, isolation_level=None)) as db:
@@ -260,7 +256,7 @@ class Disk:
 
 
 @pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_checkpoint_that_fails_does_not_stop_the_lane(
+async def test_failing_checkpoint_does_not_stop_the_writer(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = threading.Event()
@@ -278,9 +274,7 @@ async def test_a_checkpoint_that_fails_does_not_stop_the_lane(
     monkeypatch.undo()
 
 
-async def test_a_slow_checkpoint_does_not_hold_up_the_loop(
-    storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_checkpoint_does_not_block_the_loop(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go, stood_still = threading.Event(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -377,7 +371,7 @@ async def test_a_cancelled_caller_that_was_sent_keeps_its_effect(
     assert await get(storage, "0") is not None
 
 
-async def test_a_lone_caller_that_is_cancelled_at_once_keeps_its_effect_and_blocks_nobody(
+async def test_single_caller_cancelled_at_once_keeps_its_effect_and_blocks_no_call(
     storage: SqliteStorage,
 ) -> None:
     call = asyncio.create_task(enqueue(storage, "a"))
@@ -389,7 +383,7 @@ async def test_a_lone_caller_that_is_cancelled_at_once_keeps_its_effect_and_bloc
     assert await is_idle(storage)
 
 
-async def test_callers_cancelled_in_a_crowd_leave_the_line_open(storage: SqliteStorage) -> None:
+async def test_callers_cancelled_among_many_do_not_block_later_calls(storage: SqliteStorage) -> None:
     calls = [asyncio.create_task(enqueue(storage, f"{n}")) for n in range(200)]
     await line_up()
     for call in calls[::2]:
@@ -416,7 +410,7 @@ def threads_of(lane: ConnectionThread, monkeypatch: pytest.MonkeyPatch) -> list[
     return seen
 
 
-async def test_a_lone_small_call_is_run_where_it_was_made_and_waits_for_nothing(
+async def test_single_small_call_runs_on_the_calling_thread(
     storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = threads_of(storage._writer, monkeypatch)
@@ -427,7 +421,7 @@ async def test_a_lone_small_call_is_run_where_it_was_made_and_waits_for_nothing(
     assert seen == ["MainThread"] * 4
 
 
-async def test_a_large_call_does_not_hold_up_the_loop(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_call_does_not_block_the_loop(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = threads_of(storage._writer, monkeypatch)
     await storage.enqueue("q", [Request(f"{n}", Work(b"")) for n in range(MAX_INLINE_ITEMS + 1)])
     await storage.claim("q", MAX_INLINE_ITEMS + 1, worker="w1", lease_ms=1000)
@@ -435,7 +429,7 @@ async def test_a_large_call_does_not_hold_up_the_loop(storage: SqliteStorage, mo
 
 
 @pytest.mark.parametrize("synchronous", ["full", "extra"])
-async def test_a_call_that_waits_for_the_disk_goes_through_the_thread(
+async def test_call_that_waits_for_the_disk_runs_on_the_writer_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: str
 ) -> None:
     async with connect(f"sqlite:///{tmp_path}/jobs.db?synchronous={synchronous}") as storage:
@@ -448,9 +442,7 @@ async def test_a_call_that_waits_for_the_disk_goes_through_the_thread(
         assert storage._writer._db.execute("PRAGMA synchronous").fetchone() == (level,)
 
 
-async def test_a_long_look_does_not_hold_up_the_writers(
-    storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_read_does_not_delay_writers(storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go = threading.Event(), threading.Event()
     plain = SqliteTable.queues
 
@@ -468,7 +460,7 @@ async def test_a_long_look_does_not_hold_up_the_writers(
     await looking
 
 
-async def test_the_loop_gets_its_turns_during_a_long_row_of_calls(storage: SqliteStorage) -> None:
+async def test_loop_runs_other_tasks_during_a_long_series_of_calls(storage: SqliteStorage) -> None:
     turns = 0
 
     async def others() -> None:
@@ -484,7 +476,7 @@ async def test_the_loop_gets_its_turns_during_a_long_row_of_calls(storage: Sqlit
     assert turns >= 200
 
 
-async def test_calls_of_several_loops_and_threads_do_not_get_into_each_others_way(storage: SqliteStorage) -> None:
+async def test_calls_of_several_loops_and_threads_do_not_interfere(storage: SqliteStorage) -> None:
     async def some(name: str) -> list[Enqueued]:
         return list(await asyncio.gather(*(enqueue(storage, f"{name}-{n}") for n in range(50))))
 
@@ -498,7 +490,7 @@ async def test_calls_of_several_loops_and_threads_do_not_get_into_each_others_wa
     assert len(set(generations)) == 200
 
 
-async def test_closing_lets_what_is_lined_up_finish(tmp_path: Path) -> None:
+async def test_closing_finishes_queued_calls(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "jobs.db") as storage:
         calls = [asyncio.create_task(enqueue(storage, f"{n}")) for n in range(50)]
         await line_up()
@@ -542,7 +534,7 @@ async def test_reader_closes_before_writer_so_that_no_log_is_left(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"]
 
 
-async def test_a_read_that_finds_the_file_busy_at_its_first_look_waits(tmp_path: Path) -> None:
+async def test_read_that_finds_the_file_busy_waits(tmp_path: Path) -> None:
     async with SqliteStorage(tmp_path / "jobs.db") as storage:
         await storage.enqueue("q", [Request("a", Work(b"1"))])
         for each in (storage._writer, storage._reader):

@@ -190,7 +190,7 @@ async def test_the_callers_write_and_the_job_appear_together(stage: Stage, calle
     assert (await stage.claim_one()).payload == b"with one"
 
 
-async def test_what_is_rolled_back_was_never_there(stage: Stage, caller: Caller) -> None:
+async def test_rolled_back_job_never_existed(stage: Stage, caller: Caller) -> None:
     await stage.enqueue("before", delay=60)
     before = await contents(stage)
     await caller.write("one")
@@ -202,7 +202,7 @@ async def test_what_is_rolled_back_was_never_there(stage: Stage, caller: Caller)
     assert await stage.claim() == []
 
 
-async def test_a_transaction_that_only_enqueues_is_one_too(stage: Stage, caller: Caller) -> None:
+async def test_transaction_with_only_enqueues_works(stage: Stage, caller: Caller) -> None:
     stage.storage.enqueue_in(caller.transaction(), "q", [request("a")])
     await caller.roll_back()
     stage.storage.enqueue_in(caller.transaction(), "q", [request("b")])
@@ -368,7 +368,7 @@ def closed(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return connect(urls[request.param], max_payload=10)
 
 
-def test_what_is_asked_for_is_checked_before_anything_else(closed: Storage) -> None:
+def test_requests_are_validated_first(closed: Storage) -> None:
     with pytest.raises(OptionError, match="queue name"):
         closed.enqueue_in(None, "no good", [request()])
     with pytest.raises(PayloadRejected, match="at most 10"):
@@ -378,12 +378,12 @@ def test_what_is_asked_for_is_checked_before_anything_else(closed: Storage) -> N
     assert closed.enqueue_in(None, "q", []) == []
 
 
-def test_what_is_no_transaction_is_named(closed: Storage) -> None:
+def test_object_that_is_not_a_transaction_is_named(closed: Storage) -> None:
     with pytest.raises(OptionError, match=r"no transactions|builtins\.dict is (no|not a) transaction"):
         closed.enqueue_in({}, "q", [request()])
 
 
-def test_memory_has_no_transactions_and_says_what_has() -> None:
+def test_memory_has_no_transactions_and_names_storages_that_have() -> None:
     with (
         closing(sqlite3.connect(":memory:")) as db,
         pytest.raises(OptionError, match="use a SQLite file, Redis or Valkey"),
@@ -422,7 +422,7 @@ async def test_the_replies_of_sqlite_come_at_once(file: Stage, db: sqlite3.Conne
     assert (await file.the("a")).generation == reply.generation
 
 
-async def test_a_connection_that_begins_nothing_itself_must_have_begun(file: Stage, db: sqlite3.Connection) -> None:
+async def test_autocommit_connection_must_have_begun_a_transaction(file: Stage, db: sqlite3.Connection) -> None:
     db.isolation_level = None
     with pytest.raises(OptionError, match="begin one first"):
         file.storage.enqueue_in(db, "q", [request()])
@@ -434,7 +434,7 @@ async def test_a_connection_that_begins_nothing_itself_must_have_begun(file: Sta
 
 
 @pytest.mark.parametrize(("autocommit", "begun"), [(True, False), (True, True), (False, True), (-1, False)])
-async def test_newer_pythons_ways_to_commit_are_understood(
+async def test_autocommit_modes_of_newer_pythons_are_supported(
     file: Stage, autocommit: int, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1, raising=False)
@@ -453,7 +453,7 @@ async def test_newer_pythons_ways_to_commit_are_understood(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_callers_ways_to_read_rows_are_left_alone(file: Stage, db: sqlite3.Connection, fails: bool) -> None:
+async def test_row_and_text_factories_of_the_caller_are_kept(file: Stage, db: sqlite3.Connection, fails: bool) -> None:
     def rows(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
         return {name[0]: value for name, value in zip(cursor.description, row, strict=True)}
 
@@ -470,7 +470,9 @@ async def test_the_callers_ways_to_read_rows_are_left_alone(file: Stage, db: sql
     assert (db.row_factory, db.text_factory) == (rows, bytes)
 
 
-async def test_both_files_are_named_if_they_are_two(file: Stage, db: sqlite3.Connection, tmp_path: Path) -> None:
+async def test_connection_to_another_file_is_refused_with_both_names(
+    file: Stage, db: sqlite3.Connection, tmp_path: Path
+) -> None:
     other = SqliteStorage(tmp_path / "other.db")
     with pytest.raises(OptionError, match=f"{re.escape(str(path_of(file)))}.*{re.escape(str(other.path))}"):
         other.enqueue_in(db, "q", [request()])
@@ -502,7 +504,7 @@ async def test_a_connection_of_another_thread_or_a_closed_one_is_refused(file: S
         file.storage.enqueue_in(db, "q", [request()])
 
 
-async def test_in_a_file_that_is_new_the_tables_come_with_the_job(tmp_path: Path, clock: ManualClock) -> None:
+async def test_enqueue_in_a_new_file_creates_the_tables(tmp_path: Path, clock: ManualClock) -> None:
     storage = SqliteStorage(tmp_path / "new.db", clock=clock)
     db = sqlite3.connect(storage.path)
     for end in (db.rollback, db.commit):
@@ -527,7 +529,7 @@ async def test_a_newer_layout_is_refused_and_the_transaction_goes_on(file: Stage
     assert db.execute("SELECT note FROM notes").fetchall() == [("mine",)]
 
 
-async def test_a_step_that_fails_halfway_leaves_nothing_of_itself(file: Stage, db: sqlite3.Connection) -> None:
+async def test_enqueue_in_that_fails_halfway_leaves_no_job(file: Stage, db: sqlite3.Connection) -> None:
     await file.enqueue("old", delay=60)
     db.execute(
         "CREATE TEMP TRIGGER halfway BEFORE UPDATE ON holdfast_queues BEGIN SELECT RAISE(ABORT, 'no further'); END"
@@ -543,7 +545,7 @@ async def test_a_step_that_fails_halfway_leaves_nothing_of_itself(file: Stage, d
     assert not db.in_transaction
 
 
-async def test_a_transaction_that_sqlite_itself_has_ended_is_over(file: Stage, db: sqlite3.Connection) -> None:
+async def test_enqueue_in_raises_when_sqlite_rolls_the_transaction_back(file: Stage, db: sqlite3.Connection) -> None:
     await file.enqueue("old", delay=60)
     db.execute("CREATE TEMP TRIGGER t BEFORE UPDATE ON holdfast_queues BEGIN SELECT RAISE(ROLLBACK, 'over'); END")
     db.execute("INSERT INTO notes VALUES ('mine')")
@@ -553,7 +555,7 @@ async def test_a_transaction_that_sqlite_itself_has_ended_is_over(file: Stage, d
     assert db.execute("SELECT note FROM notes").fetchall() == []
 
 
-async def test_a_full_disk_is_said_to_be_full(file: Stage, db: sqlite3.Connection) -> None:
+async def test_full_disk_raises_storage_full(file: Stage, db: sqlite3.Connection) -> None:
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StorageFull, match="no room left"):
@@ -574,7 +576,7 @@ async def test_a_locked_file_is_unavailable_and_nothing_is_begun(file: Stage, db
     assert (await file.claim_one()).id == "a"
 
 
-async def test_a_transaction_that_has_read_what_is_past_is_told_to_begin_again(
+async def test_transaction_with_a_stale_read_is_refused_with_begin_immediate_as_advice(
     file: Stage, db: sqlite3.Connection
 ) -> None:
     db.execute("BEGIN")

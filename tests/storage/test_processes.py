@@ -227,7 +227,7 @@ def repeated(things: Iterator[object] | list[tuple[str, int]]) -> list[object]:
 # Wake-ups
 
 
-async def test_a_subscriber_in_another_process_hears_within_milliseconds(
+async def test_subscriber_in_another_process_gets_events_within_milliseconds(
     processes: Processes, path: Path, storage: Storage
 ) -> None:
     """The bounds are generous: this is no benchmark."""
@@ -253,7 +253,7 @@ async def test_a_subscriber_in_another_process_hears_within_milliseconds(
         assert statistics.median(times) < HEARD_AS_A_RULE_S
 
 
-async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_writer(
+async def test_killed_subscriber_is_removed_by_the_next_writer(
     processes: Processes, path: Path, storage: Storage
 ) -> None:
     subscriber = processes.start("listen", path)
@@ -267,7 +267,7 @@ async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_writer(
     assert listeners(path) == []
 
 
-async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_one_though_there_is_nothing_to_tell(
+async def test_killed_subscriber_is_removed_by_the_next_subscriber_without_any_event(
     processes: Processes, path: Path, storage: Storage
 ) -> None:
     subscriber = processes.start("listen", path)
@@ -278,7 +278,7 @@ async def test_a_subscriber_that_was_killed_is_struck_off_by_the_next_one_though
         assert address not in sockets(path)
 
 
-async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
+async def test_dead_subscriber_does_not_block_events_of_live_ones(
     processes: Processes, path: Path, storage: Storage
 ) -> None:
     dead, living = processes.start("listen", path), processes.start("listen", path)
@@ -292,9 +292,7 @@ async def test_a_dead_subscriber_does_not_keep_the_living_from_hearing(
         assert (await living.hears(HEARD_WITHIN_S))[:2] == ["enqueued", id]
 
 
-async def test_a_frozen_subscriber_does_not_hold_up_a_writer(
-    processes: Processes, path: Path, storage: Storage
-) -> None:
+async def test_frozen_subscriber_does_not_delay_a_writer(processes: Processes, path: Path, storage: Storage) -> None:
     frozen = processes.start("listen", path)
     await frozen.hears()
     frozen.signal(signal.SIGSTOP)
@@ -306,16 +304,14 @@ async def test_a_frozen_subscriber_does_not_hold_up_a_writer(
     assert (await frozen.hears())[:2] == ["enqueued", "0"]
 
 
-async def test_a_subscriber_that_leaves_takes_its_socket_and_its_rows_along(path: Path, storage: Storage) -> None:
+async def test_subscriber_that_leaves_removes_its_socket_and_rows(path: Path, storage: Storage) -> None:
     async with connect(f"sqlite:///{path}") as other, other.subscribe(Topic("q")):
         assert len(sockets(path)) == len(listeners(path)) == 1
     assert sockets(path) == []
     assert listeners(path) == []
 
 
-async def test_a_socket_that_was_never_registered_is_cleared_away_by_the_next_to_listen(
-    path: Path, storage: Storage
-) -> None:
+async def test_unregistered_socket_is_removed_by_the_next_subscriber(path: Path, storage: Storage) -> None:
     """Its process was killed after it had made the socket and before it had told anyone."""
     orphan = path.with_name(f"{path.name}-notify-0badcafe")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lost:
@@ -332,7 +328,7 @@ async def next_event(events: AsyncIterator[Event], seconds: float) -> Event | No
         return None
 
 
-async def test_folder_that_refuses_sockets_is_listened_to_elsewhere(
+async def test_notifications_work_in_a_folder_that_refuses_sockets(
     processes: Processes, path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refused(socket.socket):
@@ -369,9 +365,7 @@ async def test_process_without_a_socket_finds_the_result_by_polling(
     assert "polling once a second instead" in caplog.text
 
 
-async def test_a_file_too_deep_for_a_socket_beside_it_is_listened_to_all_the_same(
-    processes: Processes, path: Path
-) -> None:
+async def test_events_work_for_a_path_too_long_for_a_socket(processes: Processes, path: Path) -> None:
     deep = path.with_name("d" * 100) / "jobs.db"
     deep.parent.mkdir()
     async with connect(f"sqlite:///{deep}") as storage:
@@ -471,7 +465,7 @@ async def test_many_calls_behind_a_writer_that_takes_too_long_are_all_refused_in
     assert (await storage.snapshot()).queues == []
 
 
-async def test_an_empty_datagram_from_a_stranger_does_not_stop_a_listener(tmp_path: Path) -> None:
+async def test_empty_datagram_does_not_stop_a_listener(tmp_path: Path) -> None:
     async with connect(f"sqlite:///{tmp_path}/jobs.db") as listening, connect(f"sqlite:///{tmp_path}/jobs.db") as other:
         async with listening.subscribe(Topic("q", "ready")) as events:
             (address,) = tmp_path.glob("*-notify-*")
@@ -489,7 +483,7 @@ async def test_a_storage_that_is_open_cannot_be_opened_again(tmp_path: Path) -> 
         await storage.enqueue("q", [Request("a", Work(b"1"))])
 
 
-async def test_a_newer_file_is_refused_before_anything_in_it_is_changed(tmp_path: Path) -> None:
+async def test_file_of_a_newer_layout_is_refused_unchanged(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as db:
         db.execute("CREATE TABLE holdfast_meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
         db.execute("INSERT INTO holdfast_meta VALUES ('layout', 3)")

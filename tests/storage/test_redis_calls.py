@@ -80,12 +80,12 @@ async def test_a_call_with_a_lower_number_is_refused_and_changes_nothing(stage: 
     assert saboteur.contents() == before
 
 
-async def test_a_higher_number_is_a_call_of_its_own(stage: Stage) -> None:
+async def test_call_with_a_higher_number_is_a_new_call(stage: Stage) -> None:
     await stage.enqueue("a")
     assert [(await call(stage, "enqueue", NUMBER + n, ENQUEUE))[1][0] for n in range(2)] == [1, 4]
 
 
-async def test_numbers_of_other_clients_and_of_other_verbs_do_not_count(stage: Stage, other: Stage) -> None:
+async def test_call_numbers_are_separate_per_client_and_verb(stage: Stage, other: Stage) -> None:
     await stage.enqueue("a")
     await call(stage, "enqueue", NUMBER, ENQUEUE)
     assert (await call(other, "enqueue", NUMBER, ENQUEUE))[1][0] == 4
@@ -93,7 +93,7 @@ async def test_numbers_of_other_clients_and_of_other_verbs_do_not_count(stage: S
     assert (await call(stage, "sweep", 1, (5, "")))[2] == 0
 
 
-async def test_a_settle_that_is_repeated_is_not_told_that_its_lease_is_lost(stage: Stage) -> None:
+async def test_repeated_settle_does_not_return_lost(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     args = ("w1", *settlement_args(Fail("a", fence(job), b"error", 60_000)))
@@ -122,7 +122,7 @@ async def test_a_claim_that_is_repeated_gives_nothing_that_has_moved_on_meanwhil
     assert (await call(stage, "claim", NUMBER, (4, "w1", 10_000)))[4:6] == [[], b""]
 
 
-async def test_an_enqueue_that_is_repeated_brings_the_cached_outcome_again(stage: Stage) -> None:
+async def test_repeated_enqueue_returns_the_cached_outcome_again(stage: Stage) -> None:
     await stage.enqueue("b")
     await stage.complete(await stage.claim_one(), b"result")
     replies = [await call(stage, "enqueue", NUMBER, ENQUEUE) for _ in range(2)]
@@ -133,9 +133,7 @@ async def test_an_enqueue_that_is_repeated_brings_the_cached_outcome_again(stage
 
 
 @pytest.mark.parametrize("size", [10, 10_000])
-async def test_an_enqueue_that_is_repeated_after_the_outcome_is_gone_brings_it_if_it_is_small(
-    stage: Stage, size: int
-) -> None:
+async def test_repeated_enqueue_returns_a_small_outcome_that_is_gone(stage: Stage, size: int) -> None:
     await stage.enqueue("b")
     await stage.complete(await stage.claim_one(), bytes(size), ttl=60)
     first = await call(stage, "enqueue", NUMBER, ENQUEUE)
@@ -145,7 +143,7 @@ async def test_an_enqueue_that_is_repeated_after_the_outcome_is_gone_brings_it_i
     assert (again[2][0][1] == b"") == (size == 10_000)
 
 
-async def test_what_a_client_last_asked_is_remembered_for_ten_minutes(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_last_call_of_a_client_is_kept_for_ten_minutes(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     _, keys = saboteur.command("SCAN", 0, "MATCH", f"{saboteur.key}:call:*", "COUNT", 100_000)
     assert len(keys) == 1
@@ -155,7 +153,7 @@ async def test_what_a_client_last_asked_is_remembered_for_ten_minutes(stage: Sta
 # Together
 
 
-async def test_callers_that_travel_together_each_get_their_own_part_of_the_reply(stage: Stage) -> None:
+async def test_coalesced_callers_each_get_their_own_part_of_the_reply(stage: Stage) -> None:
     storage = stage.storage
     for n in range(0, 40, 2):
         await stage.enqueue(f"{n}")
@@ -195,7 +193,7 @@ async def test_callers_that_travel_together_each_get_their_own_part_of_the_reply
     ]
 
 
-async def test_callers_with_different_options_do_not_travel_together(stage: Stage) -> None:
+async def test_callers_with_different_options_are_not_coalesced(stage: Stage) -> None:
     storage = stage.storage
     ids = [f"{n}" for n in range(6)]
     for id in ids:
@@ -251,7 +249,7 @@ async def drop(stage: Stage, queue: str = "q") -> None:
         pass
 
 
-async def test_a_queue_that_another_client_dropped_is_listed_when_it_is_made_anew(stage: Stage, other: Stage) -> None:
+async def test_queue_dropped_by_another_client_is_listed_when_recreated(stage: Stage, other: Stage) -> None:
     async def names() -> list[str]:
         return [stats.queue for stats in (await other.storage.snapshot()).queues]
 
@@ -273,7 +271,7 @@ async def test_a_queue_that_another_client_dropped_is_listed_when_it_is_made_ane
 # Servers
 
 
-async def test_a_server_that_has_forgotten_the_script_is_told_it_again(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_flushed_script_is_loaded_again(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     for kind in ("SCRIPT", "FUNCTION"):
         saboteur.command(kind, "FLUSH")
@@ -293,7 +291,7 @@ def full(saboteur: RedisSaboteur) -> Iterator[None]:
         saboteur.command("CONFIG", "SET", "maxmemory", 0)
 
 
-async def test_a_full_server_takes_no_jobs_but_everything_else_goes_on(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_full_server_refuses_jobs_and_accepts_all_other_calls(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in "abcd":
         await stage.enqueue(id)
     with full(saboteur):
@@ -311,7 +309,7 @@ async def test_a_full_server_takes_no_jobs_but_everything_else_goes_on(stage: St
     assert (await stage.enqueue("e")).placed is Placed.NEW
 
 
-async def test_the_time_is_the_servers_where_no_clock_is_given(harness: Harness, saboteur: RedisSaboteur) -> None:
+async def test_server_time_is_used_without_an_injected_clock(harness: Harness, saboteur: RedisSaboteur) -> None:
     """A storage without a clock of its own: whatever the machine of a client believes."""
     seconds, micros = saboteur.command("TIME")
     async with connect(saboteur._server.url, namespace=saboteur._namespace) as storage:
@@ -321,7 +319,7 @@ async def test_the_time_is_the_servers_where_no_clock_is_given(harness: Harness,
         await storage.purge("real", list(State), 10, drop=True)
 
 
-async def test_a_clients_machine_with_a_wrong_clock_takes_no_lease_away(
+async def test_wrong_clock_of_a_client_takes_no_lease_away(
     saboteur: RedisSaboteur, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect(saboteur._server.url, namespace=saboteur._namespace) as storage:
@@ -337,7 +335,7 @@ async def test_a_clients_machine_with_a_wrong_clock_takes_no_lease_away(
 # The wake token, and notices
 
 
-async def test_work_leaves_one_token_and_a_claim_that_leaves_work_another(
+async def test_enqueue_and_a_claim_that_leaves_jobs_each_store_one_wake_token(
     stage: Stage, saboteur: RedisSaboteur
 ) -> None:
     wake = f"{saboteur.key}:wake"
@@ -362,7 +360,7 @@ async def test_a_waiting_worker_is_woken_by_the_token(stage: Stage, other: Stage
 
 
 @pytest.mark.parametrize("id", ["a:b", "to:*", "{x}:events", "\0", "é:"])
-async def test_waiters_of_an_id_with_colons_and_braces_are_told_of_it(stage: Stage, other: Stage, id: str) -> None:
+async def test_waiters_of_an_id_with_colons_and_braces_are_answered(stage: Stage, other: Stage, id: str) -> None:
     async with (
         stage.storage.subscribe(Topic("q", "ends", id)) as ends,
         stage.storage.subscribe(Topic("q")) as events,
@@ -374,7 +372,7 @@ async def test_waiters_of_an_id_with_colons_and_braces_are_told_of_it(stage: Sta
         assert await heard(events, 3) == [(EventKind.ENQUEUED, id), (EventKind.CLAIMED, id), (EventKind.COMPLETED, id)]
 
 
-async def test_one_listeners_leaving_silences_no_other(stage: Stage, other: Stage) -> None:
+async def test_listener_that_leaves_does_not_stop_events_of_others(stage: Stage, other: Stage) -> None:
     for topic in (Topic("q"), Topic("q", "ends", "a"), Topic("q", only="wake")):
         async with stage.storage.subscribe(topic) as stays:
             async with stage.storage.subscribe(topic):
@@ -389,7 +387,7 @@ async def test_one_listeners_leaving_silences_no_other(stage: Stage, other: Stag
         await other.storage.purge("q", list(State), 10)
 
 
-async def test_every_one_of_many_waiting_clients_is_told(stage: Stage, harness: Harness) -> None:
+async def test_every_one_of_many_waiting_clients_is_answered(stage: Stage, harness: Harness) -> None:
     """A few by name, more of them all together."""
     assert isinstance(stage.storage, RedisStorage)
     server = RedisSaboteur(stage.storage, harness.name)._server

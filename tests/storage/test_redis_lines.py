@@ -1,4 +1,4 @@
-"""What only records on Redis and Valkey can suffer: bytes that are no record, no lease or no ledger, entries that no
+"""What only records on Redis and Valkey can suffer: bytes that are no record, no lease or no metadata, entries that no
 record answers for, each met by every verb. Together with the rest of the suite this runs every line of the Lua files.
 
 A record is one run of bytes here, so of a garbled one nothing is left, not even its payload.
@@ -85,7 +85,7 @@ async def in_state(stage: Stage, id: str, state: State) -> None:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_a_record_cut_off_anywhere_reads_as_failed_or_lacks_some_payload(
+async def test_truncated_record_reads_as_failed_or_lacks_some_payload(
     stage: Stage, saboteur: RedisSaboteur, state: State
 ) -> None:
     await in_state(stage, "sample", state)
@@ -105,7 +105,7 @@ async def test_a_record_cut_off_anywhere_reads_as_failed_or_lacks_some_payload(
     assert (await stage.stats()).failed == len(broken) + (state is State.FAILED)
 
 
-async def test_a_lease_cut_off_anywhere_reads_as_failed_and_is_mended(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_truncated_lease_reads_as_failed_and_is_repaired(stage: Stage, saboteur: RedisSaboteur) -> None:
     await in_state(stage, "sample", State.RUNNING)
     head = len(saboteur.raw("sample", ":runs")) - len(b"newer")
     ids = [f"{length:03}" for length in range(head)]
@@ -121,7 +121,9 @@ async def test_a_lease_cut_off_anywhere_reads_as_failed_and_is_mended(stage: Sta
     assert (await stage.the("sample")).state is State.RUNNING
 
 
-async def test_noise_instead_of_a_record_reads_as_failed_and_is_mended(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_random_bytes_instead_of_a_record_read_as_failed_and_are_repaired(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
     noise = random.Random(7)
     ids = [f"{n:03}" for n in range(100)]
     for id in ids:
@@ -138,7 +140,7 @@ async def test_noise_instead_of_a_record_reads_as_failed_and_is_mended(stage: St
     ("state", "where"),
     [(State.WAITING, ":jobs"), (State.RUNNING, ":jobs"), (State.RUNNING, ":runs"), (State.COMPLETED, ":jobs")],
 )
-async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
+async def test_record_with_one_changed_byte_blocks_no_verb(
     stage: Stage, saboteur: RedisSaboteur, state: State, where: str
 ) -> None:
     """Some changes cannot be noticed. But none may raise, and the healthy job behind must always get its turn."""
@@ -179,9 +181,7 @@ async def use_every_verb(stage: Stage, id: str) -> None:
     await stage.keep(id, 60)
 
 
-async def test_a_claim_passes_over_garbled_records_and_gives_the_next_job(
-    stage: Stage, saboteur: RedisSaboteur
-) -> None:
+async def test_claim_skips_garbled_records_and_returns_the_next_job(stage: Stage, saboteur: RedisSaboteur) -> None:
     for n in range(30):
         await stage.enqueue(f"{n}")
         saboteur.garble(f"{n}")
@@ -192,7 +192,7 @@ async def test_a_claim_passes_over_garbled_records_and_gives_the_next_job(
     assert (await stage.stats()).failed == 30
 
 
-async def test_a_claim_passes_over_records_cut_off_anywhere(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_claim_skips_truncated_records(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("sample", max_retries=3)
     size = len(saboteur.raw("sample")) - len(b"payload")
     await stage.cancel("sample")
@@ -208,9 +208,7 @@ async def test_a_claim_passes_over_records_cut_off_anywhere(stage: Stage, sabote
 
 @pytest.mark.parametrize("ttl", [0, 60])
 @pytest.mark.parametrize("retries", [0, 1])
-async def test_only_the_holder_of_a_lease_completes_it_be_the_job_plain_or_not(
-    stage: Stage, ttl: float, retries: int
-) -> None:
+async def test_only_the_lease_holder_completes_a_job_on_every_path(stage: Stage, ttl: float, retries: int) -> None:
     """One that runs for the first time, and of which nothing is remembered, has a path of its own through fast.lua."""
 
     async def claim() -> Job:
@@ -237,7 +235,7 @@ async def test_only_the_holder_of_a_lease_completes_it_be_the_job_plain_or_not(
     assert (totals[EventKind.ENQUEUED], totals[EventKind.PROMOTED], totals[EventKind.COMPLETED]) == (2, 1, 3)
 
 
-async def test_the_lease_of_a_plain_job_lasts_as_long_as_any(stage: Stage) -> None:
+async def test_lease_of_a_plain_job_has_the_normal_length(stage: Stage) -> None:
     await stage.enqueue("ran before")
     await stage.retry(await stage.claim_one())
     await stage.enqueue("plain")
@@ -252,7 +250,7 @@ async def test_the_lease_of_a_plain_job_lasts_as_long_as_any(stage: Stage) -> No
     assert sorted((await stage.sweep()).overdue) == ["plain", "ran before"]
 
 
-async def test_a_sweep_passes_over_a_garbled_running_record(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_sweep_skips_a_garbled_running_record(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in "abc":
         await stage.enqueue(id)
     await stage.claim(3, lease=10)
@@ -263,7 +261,7 @@ async def test_a_sweep_passes_over_a_garbled_running_record(stage: Stage, sabote
     assert (await stage.stats()).running == 0
 
 
-async def test_sweeping_a_dead_worker_passes_over_its_garbled_leases(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_sweeping_a_dead_worker_skips_its_garbled_leases(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in "abc":
         await stage.enqueue(id)
     await stage.claim(3)
@@ -299,7 +297,7 @@ async def test_an_enqueue_restarts_a_garbled_record(stage: Stage, saboteur: Redi
     )  # Nothing is left of a garbled lease that says whether it had a `next`: `deferred` may be wrong.
 
 
-async def test_an_operators_retry_of_a_garbled_record_finds_no_payload(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_operator_retry_of_a_garbled_record_finds_no_payload(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     saboteur.garble("a")
     reply = await stage.enqueue("a", None, update=Update(payload=False))
@@ -339,9 +337,7 @@ async def test_a_purge_is_not_stopped_by_garbled_records(stage: Stage, saboteur:
     await repair(stage)
 
 
-async def test_a_garbled_finished_record_is_forgotten_when_its_time_has_come(
-    stage: Stage, saboteur: RedisSaboteur
-) -> None:
+async def test_garbled_finished_record_is_forgotten_at_its_time(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=60)
     saboteur.garble("a")
@@ -354,7 +350,7 @@ async def test_a_garbled_finished_record_is_forgotten_when_its_time_has_come(
     assert saboteur.command("HLEN", saboteur.key + ":jobs") == 0
 
 
-async def test_stats_pass_over_a_garbled_record_at_the_head_of_the_line(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_stats_skip_a_garbled_record_at_the_head_of_the_queue(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a", priority=9)
     await stage.enqueue("b", priority=5)
     saboteur.garble("a")
@@ -381,7 +377,7 @@ async def test_an_outcome_whose_sizes_do_not_add_up_is_garbled(stage: Stage, sab
 
 
 @pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next", "next's size"])
-async def test_a_verb_takes_a_record_with_a_stamp_that_no_clock_has_shown_for_failed(
+async def test_record_with_a_stamp_above_every_clock_reads_as_failed(
     stage: Stage, saboteur: RedisSaboteur, field: str
 ) -> None:
     await stage.enqueue("a")
@@ -404,7 +400,7 @@ async def test_a_verb_takes_a_record_with_a_stamp_that_no_clock_has_shown_for_fa
     "stamp", [2**53, 2**62, 2**63 - 1, 2**64 - 1], ids=["54 bits", "62 bits", "63 bits", "64 bits"]
 )
 @pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next"])
-async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
+async def test_stamp_above_every_clock_does_not_stop_the_queue(
     stage: Stage, saboteur: RedisSaboteur, stamp: int, field: str
 ) -> None:
     await stage.enqueue("a", priority=9)
@@ -426,9 +422,7 @@ async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
 
 
 @pytest.mark.parametrize("keep", [0, 60])
-async def test_a_claim_strikes_entries_that_no_record_answers_for(
-    stage: Stage, saboteur: RedisSaboteur, keep: float
-) -> None:
+async def test_claim_removes_index_entries_without_a_record(stage: Stage, saboteur: RedisSaboteur, keep: float) -> None:
     for id in ("gone", "running", "done", "lower", "later", "good"):
         await stage.enqueue(id, priority={"running": 9, "done": 9, "lower": 1}.get(id, 5), keep=keep)
     running, done = await stage.claim(2)
@@ -442,7 +436,7 @@ async def test_a_claim_strikes_entries_that_no_record_answers_for(
     await repair(stage)
 
 
-async def test_a_sweep_strikes_entries_of_the_running_that_do_not_run(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_sweep_removes_running_entries_of_jobs_that_do_not_run(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in ("waiting", "done", "gone", "good"):
         await stage.enqueue(id, priority=9 if id == "done" else 5)
     await stage.complete(await stage.claim_one())
@@ -463,7 +457,7 @@ async def test_a_sweep_strikes_entries_of_the_running_that_do_not_run(stage: Sta
     await repair(stage)
 
 
-async def test_sweeping_a_worker_passes_over_entries_without_a_lease(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_sweeping_a_worker_skips_entries_without_a_lease(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     await stage.claim_one()
     saboteur.list_at(":running", 7, b"never")
@@ -472,7 +466,7 @@ async def test_sweeping_a_worker_passes_over_entries_without_a_lease(stage: Stag
 
 
 @pytest.mark.parametrize("index", [":completed", ":failed", ":cancelled"])
-async def test_a_live_record_among_the_forgotten_is_not_forgotten(
+async def test_live_record_in_the_expiry_index_is_not_forgotten(
     stage: Stage, saboteur: RedisSaboteur, index: str
 ) -> None:
     await stage.enqueue("done", priority=9)
@@ -502,7 +496,7 @@ async def test_an_outcome_listed_too_early_is_not_forgotten_before_its_time(
     await repair(stage)
 
 
-async def test_a_purge_strikes_entries_that_no_record_answers_for(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_purge_removes_index_entries_without_a_record(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("running")
     running = await stage.claim_one()
     for id in ("gone", "good"):
@@ -515,9 +509,7 @@ async def test_a_purge_strikes_entries_that_no_record_answers_for(stage: Stage, 
     await repair(stage)
 
 
-async def test_a_purge_of_running_jobs_passes_over_entries_that_do_not_run(
-    stage: Stage, saboteur: RedisSaboteur
-) -> None:
+async def test_purge_of_running_jobs_skips_entries_that_do_not_run(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in ("waiting", "running"):
         await stage.enqueue(id, priority=9 if id == "running" else 5)
     await stage.claim_one()
@@ -555,7 +547,7 @@ async def test_a_lease_left_on_a_finished_record_is_gone_after_the_repair(
     assert saboteur.command("EXISTS", saboteur.key + ":runs") == 0
 
 
-async def test_nobody_holds_a_lease_of_a_queue_that_is_not_there(stage: Stage) -> None:
+async def test_settle_and_extend_in_a_missing_queue_return_lost(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     gone = Stage(stage.storage, stage.clock, "never")
@@ -564,7 +556,7 @@ async def test_nobody_holds_a_lease_of_a_queue_that_is_not_there(stage: Stage) -
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == ["q"]
 
 
-# Ledgers
+# Metadata
 
 UNREADABLE: list[bytes] = [
     b"",
@@ -582,9 +574,9 @@ UNREADABLE: list[bytes] = [
 """The first byte has a mark and the layout's number: a later one is left alone."""
 
 
-@pytest.mark.parametrize("ledger", UNREADABLE, ids=lambda ledger: f"{ledger[:8]!r} of {len(ledger)}")
+@pytest.mark.parametrize("metadata", UNREADABLE, ids=lambda metadata: f"{metadata[:8]!r} of {len(metadata)}")
 async def test_metadata_that_cannot_be_read_is_reported_and_rebuilt_by_repair(
-    stage: Stage, saboteur: RedisSaboteur, ledger: bytes
+    stage: Stage, saboteur: RedisSaboteur, metadata: bytes
 ) -> None:
     for id in "abcdef":
         await stage.enqueue(id, priority=9 if id == "a" else 5)
@@ -594,7 +586,7 @@ async def test_metadata_that_cannot_be_read_is_reported_and_rebuilt_by_repair(
     await stage.complete(await stage.claim_one())
     saboteur.garble("f")
     before = await stage.stats()
-    saboteur.command("SET", saboteur.key + ":meta", ledger)
+    saboteur.command("SET", saboteur.key + ":meta", metadata)
     damaged = saboteur.contents()
     assert [problem.kind for problem in (await audit(stage.storage, "q")).problems] == ["meta"]
     assert saboteur.contents() == damaged
@@ -635,7 +627,7 @@ async def test_settlement_changes_nothing_if_the_follow_up_has_no_queue(stage: S
     assert await stage.complete(job) is SettleResult.OK
 
 
-async def test_a_ledger_made_anew_gives_out_no_stamp_twice(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_rebuilt_metadata_never_reuses_a_stamp(stage: Stage, saboteur: RedisSaboteur) -> None:
     for id in "abcde":
         await stage.enqueue(id)
     jobs = await stage.claim(3)
@@ -684,7 +676,7 @@ async def test_counts_are_not_corrected_if_something_has_happened_since(stage: S
     assert saboteur.read_meta() == before
 
 
-async def test_a_repair_gives_a_record_with_an_outcome_and_a_lease_to_the_outcome(
+async def test_repair_of_a_record_with_outcome_and_lease_keeps_the_outcome(
     stage: Stage, saboteur: RedisSaboteur
 ) -> None:
     await stage.enqueue("a")
@@ -734,7 +726,7 @@ async def test_a_worker_record_that_cannot_be_read_hides_no_other_worker(stage: 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_key_without_an_owner_is_noticed_and_gone(
+async def test_key_without_an_owner_is_reported_and_deleted(
     stage: Stage, saboteur: RedisSaboteur, key: str, command: tuple[str, ...]
 ) -> None:
     assert isinstance(stage.storage, RedisStorage)
@@ -747,7 +739,7 @@ async def test_a_key_without_an_owner_is_noticed_and_gone(
     stage.storage._listed.clear()
 
 
-async def test_jobs_of_a_queue_without_a_ledger_are_noticed(stage: Stage, saboteur: RedisSaboteur) -> None:
+async def test_jobs_of_a_queue_without_metadata_are_reported(stage: Stage, saboteur: RedisSaboteur) -> None:
     assert isinstance(stage.storage, RedisStorage)
     await stage.enqueue("a")
     saboteur.command("DEL", f"{saboteur.key}:meta")

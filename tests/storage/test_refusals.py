@@ -60,7 +60,7 @@ BAD_URLS: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("url", "says"), BAD_URLS, ids=lambda value: repr(value)[:40])
-def test_a_url_that_names_no_storage_is_refused(
+def test_url_of_an_unknown_storage_is_refused(
     url: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -136,13 +136,13 @@ async def refused_to_open(path: Path) -> str:
     return str(refused.value)
 
 
-async def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+async def test_missing_folder_is_not_created(tmp_path: Path) -> None:
     assert "folder" in await refused_to_open(tmp_path / "missing" / "jobs.db")
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [b"hello", b"not a database " * 1000, b"SQLite format 3\0", os.urandom(8192)])
-async def test_a_file_that_is_no_database_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+async def test_file_that_is_not_a_database_is_left_unchanged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "jobs.db"
     path.write_bytes(content)
     assert "not a valid SQLite database" in await refused_to_open(path)
@@ -150,7 +150,7 @@ async def test_a_file_that_is_no_database_is_left_as_it_is(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("part", [0.01, 0.05, 0.25, 0.5, 0.75])
-async def test_a_database_that_was_cut_off_is_refused_and_left_as_it_is(tmp_path: Path, part: float) -> None:
+async def test_truncated_database_is_refused_and_left_unchanged(tmp_path: Path, part: float) -> None:
     path = tmp_path / "jobs.db"
     async with connect(f"sqlite:///{path}") as storage:
         for n in range(30):
@@ -162,11 +162,11 @@ async def test_a_database_that_was_cut_off_is_refused_and_left_as_it_is(tmp_path
     assert path.read_bytes() == before
 
 
-async def test_a_directory_is_no_database(tmp_path: Path) -> None:
+async def test_directory_as_a_database_is_refused(tmp_path: Path) -> None:
     await refused_to_open(tmp_path)
 
 
-async def test_a_newer_layout_is_refused_and_left_as_it_is(tmp_path: Path, clock: ManualClock) -> None:
+async def test_newer_layout_is_refused_and_left_unchanged(tmp_path: Path, clock: ManualClock) -> None:
     path = tmp_path / "jobs.db"
     async with connect(f"sqlite:///{path}", clock=clock) as storage:
         await storage.enqueue("q", [Request("a", Work(b"payload"))])
@@ -192,7 +192,7 @@ async def test_older_layout_is_refused_and_left_unchanged(tmp_path: Path) -> Non
     assert path.read_bytes() == before
 
 
-async def test_a_layout_that_is_no_number_is_refused(tmp_path: Path) -> None:
+async def test_layout_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     async with connect(f"sqlite:///{path}"):
         pass
@@ -407,7 +407,7 @@ FORKED = """
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.parametrize("scheme", ["sqlite", "memory"])
-def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(scheme: str, tmp_path: Path) -> None:
+def test_forked_child_is_refused_at_once_and_its_parent_continues(scheme: str, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db" if scheme == "sqlite" else "memory://"
     assert run_python(FORKED, url) == "0 a"
 
@@ -534,7 +534,7 @@ async def test_a_bad_queue_name_is_refused_by_every_verb(cast: Cast, verb: str) 
 
 
 @pytest.mark.parametrize("queue", ["x" * 120, "x" * 120 + "/failed", "A-Z_0.9", "-"])
-async def test_a_queue_name_may_be_as_long_as_it_says(stage: Stage, queue: str) -> None:
+async def test_queue_name_of_the_maximum_length_is_accepted(stage: Stage, queue: str) -> None:
     assert (await stage.storage.enqueue(queue, [Request("a", Work(b""))]))[0].placed is Placed.NEW
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == [queue]
 
@@ -564,9 +564,7 @@ WITH_AN_ID: dict[str, Callable[[Storage, Any], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("verb", WITH_AN_ID)
 @pytest.mark.parametrize(("id", "says"), BAD_IDS, ids=lambda value: repr(value)[:20])
-async def test_a_bad_id_is_refused_by_every_verb_and_so_is_all_of_its_call(
-    cast: Cast, verb: str, id: Any, says: str
-) -> None:
+async def test_bad_id_refuses_the_whole_call_in_every_verb(cast: Cast, verb: str, id: Any, says: str) -> None:
     """`\\udcc3\\udca9` are the escaped bytes of an é: an id has one text form, and this is not it."""
     before = await contents(cast.storage)
     with pytest.raises(OptionError) as refused:
@@ -844,7 +842,7 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-async def test_a_bad_call_is_refused_by_name_and_changes_nothing(cast: Cast, name: str) -> None:
+async def test_bad_call_names_the_wrong_value_and_changes_nothing(cast: Cast, name: str) -> None:
     call, error, says = BAD_CALLS[name]
     before = await contents(cast.storage)
     with pytest.raises(error) as refused:
@@ -853,7 +851,7 @@ async def test_a_bad_call_is_refused_by_name_and_changes_nothing(cast: Cast, nam
     assert await contents(cast.storage) == before
 
 
-async def test_one_bad_request_refuses_all_of_its_call(cast: Cast) -> None:
+async def test_one_bad_request_refuses_the_whole_call(cast: Cast) -> None:
     before = await contents(cast.storage)
     good, bad = Request("good", Work(b"")), Request("bad", Work(b"", priority=10))
     with pytest.raises(OptionError):
@@ -878,7 +876,7 @@ async def test_a_state_may_be_given_as_its_name(cast: Cast, state: State) -> Non
     assert page == await cast.storage.scan("q", state=state)
 
 
-async def test_what_is_just_within_the_limits_is_taken(stage: Stage) -> None:
+async def test_values_at_the_limits_are_accepted(stage: Stage) -> None:
     requests = [Request(f"{n}", Work(b"")) for n in range(MAX_ITEMS)]
     assert len(await stage.storage.enqueue("q", requests)) == MAX_ITEMS
     assert (await stage.enqueue("large", b"x" * MAX_PAYLOAD_BYTES, priority=9)).placed is Placed.NEW
@@ -886,7 +884,7 @@ async def test_what_is_just_within_the_limits_is_taken(stage: Stage) -> None:
     assert len(await stage.claim(250, lease=0.1, worker="w" * 200)) >= 1
 
 
-async def test_nothing_at_all_is_not_refused(stage: Stage) -> None:
+async def test_empty_batches_are_accepted(stage: Stage) -> None:
     storage = stage.storage
     assert await storage.enqueue("q", []) == []
     assert await storage.settle("q", [], worker="w1") == []

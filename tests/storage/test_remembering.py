@@ -61,7 +61,7 @@ async def test_a_result_ttl_alone_caches_nothing(stage: Stage) -> None:
     assert (await stage.enqueue("a")).placed is Placed.NEW
 
 
-async def test_with_nothing_to_remember_the_record_is_gone_at_completion(stage: Stage) -> None:
+async def test_record_without_ttl_is_gone_at_completion(stage: Stage) -> None:
     assert await stage.complete(await running(stage), ttl=0) is SettleResult.OK
     assert await stage.get("a") is None
     stats = await stage.stats()
@@ -92,7 +92,7 @@ async def test_a_failed_job_is_remembered_for_its_failure_ttl_with_payload_and_e
     assert await remembered_for(stage, 10)
 
 
-async def test_a_failure_that_nobody_wants_to_remember_is_gone_at_once(stage: Stage) -> None:
+async def test_failure_without_ttl_is_gone_at_once(stage: Stage) -> None:
     await stage.fail(await running(stage), ttl=0)
     assert await stage.get("a") is None
     assert (await stage.stats()).totals["failed"] == 1
@@ -289,7 +289,7 @@ async def test_a_waiters_keep_outlives_a_plain_keep_that_is_shorter(stage: Stage
     assert await remembered_for(stage, 50)
 
 
-async def test_keep_of_what_is_not_there_is_missing(stage: Stage) -> None:
+async def test_keep_of_a_missing_job_is_missing(stage: Stage) -> None:
     assert await stage.keep("a", 10) is KeepResult.MISSING
     await stage.enqueue("b")
     assert await stage.keep("a", 10) is KeepResult.MISSING
@@ -313,14 +313,14 @@ async def test_a_request_that_will_be_waited_for_is_remembered_for_at_least_its_
     assert await remembered_for(stage, 5000)
 
 
-async def test_a_request_that_will_be_waited_for_is_all_there_is_to_remember(stage: Stage) -> None:
+async def test_keep_of_a_request_alone_keeps_the_outcome(stage: Stage) -> None:
     await stage.enqueue("a", keep=30, custom_id=False)
     stage.clock.advance(10)
     await stage.complete(await stage.claim_one(), None, ttl=0)
     assert await remembered_for(stage, 20)
 
 
-async def test_for_a_waiter_whose_time_is_over_it_is_remembered_a_little(stage: Stage) -> None:
+async def test_outcome_is_kept_ten_seconds_when_the_keep_of_a_waiter_is_over(stage: Stage) -> None:
     """Perhaps it is not: the clock may have stepped on."""
     await stage.enqueue("a", keep=30)
     job = await stage.claim_one()
@@ -331,9 +331,7 @@ async def test_for_a_waiter_whose_time_is_over_it_is_remembered_a_little(stage: 
 
 @pytest.mark.parametrize("update", [None, Update(), Update(payload=False)], ids=["keep", "update", "payload=False"])
 @pytest.mark.parametrize("claimed", [False, True], ids=["waiting", "running"])
-async def test_a_second_caller_that_will_wait_is_remembered_too(
-    stage: Stage, claimed: bool, update: Update | None
-) -> None:
+async def test_keep_of_a_second_caller_is_respected(stage: Stage, claimed: bool, update: Update | None) -> None:
     await stage.enqueue("a", keep=10)
     job = await stage.claim_one() if claimed else None
     await stage.enqueue("a", keep=100, update=update)
@@ -344,14 +342,14 @@ async def test_a_second_caller_that_will_wait_is_remembered_too(
     assert await remembered_for(stage, 100)
 
 
-async def test_a_waiter_of_a_restarted_job_is_remembered(stage: Stage) -> None:
+async def test_keep_of_a_waiter_of_a_restarted_job_is_respected(stage: Stage) -> None:
     await finished(stage, State.FAILED)
     await stage.enqueue("a", keep=30)
     await stage.complete(await stage.claim_one(), ttl=0)
     assert await remembered_for(stage, 30)
 
 
-async def test_a_waiter_is_remembered_through_a_restart_that_somebody_else_asked_for(stage: Stage) -> None:
+async def test_keep_of_a_waiter_survives_a_restart_by_another_caller(stage: Stage) -> None:
     await stage.enqueue("a", keep=100)
     await stage.fail(await stage.claim_one(), ttl=1)
     await stage.enqueue("a")
@@ -368,13 +366,13 @@ async def past_its_time(stage: Stage, state: State) -> None:
 
 
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_forgotten_job_is_none_to_get(stage: Stage, state: State) -> None:
+async def test_get_does_not_find_a_forgotten_job(stage: Stage, state: State) -> None:
     await past_its_time(stage, state)
     assert await stage.get("a") is None
 
 
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_forgotten_job_is_none_to_enqueue(stage: Stage, state: State) -> None:
+async def test_enqueue_treats_a_forgotten_job_as_new(stage: Stage, state: State) -> None:
     await past_its_time(stage, state)
     reply = await stage.enqueue("a", b"again")
     assert (reply.placed, reply.state, reply.outcome) == (Placed.NEW, None, None)
@@ -383,20 +381,20 @@ async def test_a_forgotten_job_is_none_to_enqueue(stage: Stage, state: State) ->
 
 
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_forgotten_job_is_none_to_cancel(stage: Stage, state: State) -> None:
+async def test_cancel_does_not_find_a_forgotten_job(stage: Stage, state: State) -> None:
     await past_its_time(stage, state)
     assert await stage.cancel("a") is CancelResult.MISSING
 
 
 @pytest.mark.parametrize("at_least", [False, True])
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_forgotten_job_is_none_to_keep_and_stays_forgotten(stage: Stage, state: State, at_least: bool) -> None:
+async def test_keep_does_not_revive_a_forgotten_job(stage: Stage, state: State, at_least: bool) -> None:
     await past_its_time(stage, state)
     assert await stage.keep("a", 1000, at_least=at_least) is KeepResult.MISSING
     assert await stage.get("a") is None
 
 
-async def test_a_forgotten_job_is_none_to_settle_and_extend(stage: Stage) -> None:
+async def test_settle_and_extend_of_a_forgotten_job_return_lost(stage: Stage) -> None:
     job = await running(stage)
     await stage.complete(job, ttl=10)
     stage.clock.advance(10)
@@ -408,7 +406,7 @@ async def test_a_forgotten_job_is_none_to_settle_and_extend(stage: Stage) -> Non
 
 @pytest.mark.parametrize("all_states", [False, True], ids=["its state", "all states"])
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_forgotten_job_is_none_to_scan(stage: Stage, state: State, all_states: bool) -> None:
+async def test_scan_omits_a_forgotten_job(stage: Stage, state: State, all_states: bool) -> None:
     await past_its_time(stage, state)
     assert (await stage.storage.scan("q", state=None if all_states else state)).jobs == []
 
@@ -421,7 +419,7 @@ async def test_a_forgotten_job_is_not_counted_by_snapshot(stage: Stage, state: S
 
 
 @pytest.mark.parametrize("state", FINISHED)
-async def test_a_sweep_removes_what_is_due_and_nothing_else(stage: Stage, state: State) -> None:
+async def test_sweep_removes_only_expired_records(stage: Stage, state: State) -> None:
     await stage.complete(await running(stage, "b"), ttl=20)
     await past_its_time(stage, state)
     assert (await stage.sweep()).forgotten == 1
@@ -449,7 +447,7 @@ async def test_without_workers_every_enqueue_forgets_more_than_it_adds(stage: St
     assert forgotten == [2, 4, 6, 6]
 
 
-async def test_a_claim_forgets_a_few_in_passing(stage: Stage) -> None:
+async def test_claim_forgets_a_few_old_records(stage: Stage) -> None:
     await past_its_time(stage, State.COMPLETED)
     await stage.claim()
     assert (await stage.stats()).totals["forgotten"] == 1
@@ -501,7 +499,7 @@ async def test_a_time_to_live_in_one_queue_never_touches_another_queue(stage: St
 # forgetting while somebody waits
 
 
-async def test_what_a_waiter_asked_for_is_not_forgotten_before_its_deadline_and_margin(stage: Stage) -> None:
+async def test_outcome_kept_for_a_waiter_lasts_until_its_deadline_and_margin(stage: Stage) -> None:
     await finished(stage, State.COMPLETED, ttl=1)
     generation = (await stage.the("a")).generation
     assert (await waiters.wait(stage.storage, "q", "a", generation, wait_s=20)).result == b"result"
@@ -539,7 +537,7 @@ async def test_a_claim_past_its_time_does_not_bring_a_previous_outcome_back(stag
     assert (await stage.the("a")).previous is None
 
 
-async def test_a_record_outlives_its_previous_outcome_and_the_other_way_round(stage: Stage) -> None:
+async def test_record_and_previous_outcome_expire_independently(stage: Stage) -> None:
     await restarted(stage, ttl=100)
     await stage.complete(await stage.claim_one(), ttl=10)
     job = await stage.the("a")

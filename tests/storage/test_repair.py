@@ -65,7 +65,7 @@ class Saboteur(Protocol):
         """Move a record into an index that its state does not name."""
         ...
 
-    def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
+    def metadata(self, change: Callable[[dict[str, Any]], None]) -> None:
         """Change what the queue knows of itself."""
         ...
 
@@ -116,7 +116,7 @@ class MemorySaboteur:
         self.lose(id)
         self.double(id)
 
-    def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
+    def metadata(self, change: Callable[[dict[str, Any]], None]) -> None:
         meta = self._queue.meta
         fields = {"counts": meta.counts, "totals": meta.totals}
         change(fields)
@@ -189,7 +189,7 @@ class SqliteSaboteur:
         until_at = "CASE WHEN until_at IS NULL THEN run_at ELSE NULL END"
         self.sql(f"UPDATE holdfast_jobs SET state = {flip}, until_at = {until_at} WHERE id = ?", id.encode())
 
-    def ledger(self, change: Callable[[dict[str, Any]], None]) -> None:
+    def metadata(self, change: Callable[[dict[str, Any]], None]) -> None:
         with aside(self._path) as db:
             (packed,) = db.execute("SELECT meta FROM holdfast_queues WHERE name = 'q'").fetchone()
             fields = msgspec.msgpack.decode(packed)
@@ -309,7 +309,7 @@ async def repair(stage: Stage) -> None:
     await audit(stage.storage, "q", repair=True)
 
 
-async def claim_as_told(stage: Stage, limit: int = 1) -> list[Job]:
+async def claim_like_a_worker(stage: Stage, limit: int = 1) -> list[Job]:
     """Claim like a worker: an empty answer that says there is more is asked again at once."""
     jobs: list[Job] = []
     for _ in range(20):
@@ -322,7 +322,7 @@ async def claim_as_told(stage: Stage, limit: int = 1) -> list[Job]:
 
 async def runs_to_its_end(stage: Stage, *ids: str) -> None:
     """These jobs, and no others, can be claimed, and complete."""
-    jobs = await claim_as_told(stage, len(ids) + 1)
+    jobs = await claim_like_a_worker(stage, len(ids) + 1)
     assert sorted(job.id for job in jobs) == sorted(ids)
     assert [await stage.complete(job) for job in jobs] == [SettleResult.OK] * len(ids)
 
@@ -348,7 +348,7 @@ async def test_a_sound_queue_has_no_problems_and_repairing_it_changes_nothing(st
     assert saboteur.contents() == before
 
 
-async def test_the_audit_of_a_queue_that_never_was_is_clean(stage: Stage) -> None:
+async def test_audit_of_a_missing_queue_is_clean(stage: Stage) -> None:
     found = await audit(stage.storage, "never", repair=True)
     assert (found.problems, found.checked) == ([], 0)
 
@@ -399,7 +399,7 @@ async def test_a_running_job_that_is_listed_as_waiting_too_is_not_claimed_again(
     assert await stage.complete(job) is SettleResult.OK
 
 
-async def test_an_entry_without_a_record_is_taken_out_of_the_waiting(stage: Stage, saboteur: Saboteur) -> None:
+async def test_waiting_entry_without_a_record_is_removed(stage: Stage, saboteur: Saboteur) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     saboteur.strand("a")
@@ -409,7 +409,7 @@ async def test_an_entry_without_a_record_is_taken_out_of_the_waiting(stage: Stag
     assert (await stage.enqueue("a")).placed is Placed.NEW
 
 
-async def test_a_lease_without_a_record_is_taken_out_of_the_running(stage: Stage, saboteur: Saboteur) -> None:
+async def test_running_entry_without_a_record_is_removed(stage: Stage, saboteur: Saboteur) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     gone = await stage.claim_one(lease=10)
@@ -421,17 +421,17 @@ async def test_a_lease_without_a_record_is_taken_out_of_the_running(stage: Stage
     await runs_to_its_end(stage, "b")
 
 
-async def test_a_waiting_job_among_the_running_goes_back_to_its_place(stage: Stage, saboteur: Saboteur) -> None:
+async def test_waiting_job_in_the_running_index_returns_to_its_place(stage: Stage, saboteur: Saboteur) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     before = await stage.the("a")
     saboteur.misplace("a")
     await mend(stage, saboteur)
     assert await stage.the("a") == before
-    assert [job.id for job in await claim_as_told(stage, 2)] == ["a", "b"]
+    assert [job.id for job in await claim_like_a_worker(stage, 2)] == ["a", "b"]
 
 
-async def test_a_running_job_among_the_waiting_goes_back_and_its_lease_holds(stage: Stage, saboteur: Saboteur) -> None:
+async def test_running_job_in_the_waiting_index_returns_and_keeps_its_lease(stage: Stage, saboteur: Saboteur) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     saboteur.misplace("a")
@@ -440,13 +440,11 @@ async def test_a_running_job_among_the_waiting_goes_back_and_its_lease_holds(sta
     assert await stage.complete(job) is SettleResult.OK
 
 
-async def test_a_running_job_among_the_waiting_is_not_leased_twice_before_it_is_repaired(
-    stage: Stage, saboteur: Saboteur
-) -> None:
+async def test_running_job_in_the_waiting_index_is_not_leased_twice(stage: Stage, saboteur: Saboteur) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     saboteur.misplace("a")
-    assert await claim_as_told(stage) == []
+    assert await claim_like_a_worker(stage) == []
     if isinstance(saboteur, SqliteSaboteur):  # The index is made of columns, and these are garbled.
         assert_damaged(await stage.the("a"))
         assert await stage.complete(job) is SettleResult.LOST
@@ -461,12 +459,12 @@ async def test_job_lost_from_its_index_stays_lost_until_repair(stage: Stage, sab
     saboteur.lose("a")
     await runs_to_its_end(stage, "b")
     await stage.sweep()
-    assert await claim_as_told(stage) == []
+    assert await claim_like_a_worker(stage) == []
     await repair(stage)
     await runs_to_its_end(stage, "a")
 
 
-async def test_waiting_job_among_the_running_is_not_swept_and_waits_for_repair(
+async def test_waiting_job_in_the_running_index_is_not_swept_and_waits_for_repair(
     stage: Stage, saboteur: Saboteur
 ) -> None:
     await stage.enqueue("a")
@@ -509,9 +507,7 @@ async def test_rows_missing_from_an_index_of_the_file_are_all_found_again(
 
 
 @pytest.mark.parametrize("others", [1, REPAIR_PAGE + 50], ids=["on one page", "on an earlier page"])
-async def test_a_broken_index_and_a_garbled_record_in_it_are_mended_together(
-    sqlite: Stage, rows: SqliteSaboteur, others: int
-) -> None:
+async def test_broken_index_with_a_garbled_record_is_repaired(sqlite: Stage, rows: SqliteSaboteur, others: int) -> None:
     """A row that is missing from an index cannot even be rewritten: SQLite refuses to."""
     ids = await enqueue_many(sqlite, others)
     await sqlite.enqueue("!", b"precious")
@@ -519,7 +515,7 @@ async def test_a_broken_index_and_a_garbled_record_in_it_are_mended_together(
     rows.lose("!")
     assert {"garbled", "index"} <= kinds(await mend(sqlite, rows))
     assert_damaged(await sqlite.the("!"), b"precious")
-    claimed = [job.id for _ in range(2) for job in await claim_as_told(sqlite, 250)]
+    claimed = [job.id for _ in range(2) for job in await claim_like_a_worker(sqlite, 250)]
     assert claimed == ids
 
 
@@ -528,34 +524,34 @@ async def test_a_broken_index_and_a_garbled_record_in_it_are_mended_together(
 
 @pytest.mark.parametrize("name", ["waiting", "running", "failed", "retrying", "deferred"])
 @pytest.mark.parametrize("by", [-1, 1, 1000])
-async def test_a_wrong_count_is_counted_anew(stage: Stage, saboteur: Saboteur, name: str, by: int) -> None:
+async def test_wrong_count_is_recounted(stage: Stage, saboteur: Saboteur, name: str, by: int) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     await stage.claim_one()
 
-    def miscount(ledger: dict[str, Any]) -> None:
-        ledger["counts"][name] = ledger["counts"].get(name, 0) + by
+    def miscount(metadata: dict[str, Any]) -> None:
+        metadata["counts"][name] = metadata["counts"].get(name, 0) + by
 
     before = await stage.stats()
     if name not in saboteur.counts:  # It is the size of an index: there is no number that could be wrong.
         with pytest.raises(AssertionError, match="no such count"):
-            saboteur.ledger(miscount)
+            saboteur.metadata(miscount)
         return
-    saboteur.ledger(miscount)
+    saboteur.metadata(miscount)
     assert kinds(await mend(stage, saboteur)) == {"count"}
     assert await stage.stats() == before
 
 
 @pytest.mark.parametrize("kind", [EventKind.ENQUEUED, EventKind.COMPLETED, EventKind.PROMOTED])
-async def test_totals_that_do_not_add_up_are_made_to(stage: Stage, saboteur: Saboteur, kind: EventKind) -> None:
+async def test_inconsistent_totals_are_corrected(stage: Stage, saboteur: Saboteur, kind: EventKind) -> None:
     await stage.enqueue("a")
     await stage.enqueue("b")
     await stage.complete(await stage.claim_one())
 
-    def mistotal(ledger: dict[str, Any]) -> None:
-        ledger["totals"][kind] = ledger["totals"].get(kind, 0) + 3
+    def mistotal(metadata: dict[str, Any]) -> None:
+        metadata["totals"][kind] = metadata["totals"].get(kind, 0) + 3
 
-    saboteur.ledger(mistotal)
+    saboteur.metadata(mistotal)
     assert kinds(await mend(stage, saboteur)) == {"total"}
     await runs_to_its_end(stage, "b")
 
@@ -571,22 +567,20 @@ async def test_a_stamp_from_the_future_is_never_given_out_again(stage: Stage, sa
     saboteur.restamp("a", field, future)
     assert kinds(await mend(stage, saboteur)) == {"stamp"}
     assert (await stage.enqueue("b")).generation > future
-    jobs = await claim_as_told(stage)
+    jobs = await claim_like_a_worker(stage)
     assert fence(jobs[0]) > future
     assert await stage.complete(jobs[0]) is SettleResult.OK
 
 
 @pytest.mark.parametrize("stamp", [2**62, 2**63 - 1, 2**64 - 1], ids=["62 bits", "63 bits", "64 bits"])
-async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
-    sqlite: Stage, rows: SqliteSaboteur, stamp: int
-) -> None:
+async def test_stamp_above_every_clock_does_not_stop_the_queue(sqlite: Stage, rows: SqliteSaboteur, stamp: int) -> None:
     await sqlite.enqueue("a")
     await sqlite.enqueue("b")
     rows.restamp("a", "generation", stamp)
     await mend(sqlite, rows)
     for _ in range(3):
         await sqlite.enqueue("c", update=Update())
-    jobs = await claim_as_told(sqlite, 3)
+    jobs = await claim_like_a_worker(sqlite, 3)
     assert {"b", "c"} <= {job.id for job in jobs}
     assert [await sqlite.complete(job) for job in jobs] == [SettleResult.OK] * len(jobs)
 
@@ -594,16 +588,16 @@ async def test_a_stamp_that_no_clock_has_shown_does_not_stop_the_queue(
 UNREADABLE = [b"", b"\x00", b"noise", b"\x85\xa4time", "text", 5]
 
 
-@pytest.mark.parametrize("ledger", UNREADABLE, ids=repr)
-async def test_a_ledger_that_cannot_be_read_is_reported_and_made_anew(
-    sqlite: Stage, rows: SqliteSaboteur, ledger: object
+@pytest.mark.parametrize("metadata", UNREADABLE, ids=repr)
+async def test_unreadable_metadata_is_reported_and_rebuilt(
+    sqlite: Stage, rows: SqliteSaboteur, metadata: object
 ) -> None:
     for id in "abcd":
         await sqlite.enqueue(id)
     job = await sqlite.claim_one()
     await sqlite.retry(await sqlite.claim_one(), delay=60)
     before = await sqlite.stats()
-    rows.sql("UPDATE holdfast_queues SET meta = ?", ledger)
+    rows.sql("UPDATE holdfast_queues SET meta = ?", metadata)
     assert kinds(await mend(sqlite, rows, readable=False)) == {"meta"}
     assert replace(await sqlite.stats(), totals={}) == replace(before, totals={})
     assert await sqlite.complete(job) is SettleResult.OK
@@ -627,7 +621,7 @@ async def test_verbs_are_refused_while_the_metadata_cannot_be_read(sqlite: Stage
     await runs_to_its_end(sqlite, "a")
 
 
-async def test_a_ledger_made_anew_gives_out_no_fence_twice(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_rebuilt_metadata_never_reuses_a_fence(sqlite: Stage, rows: SqliteSaboteur) -> None:
     for id in "abc":
         await sqlite.enqueue(id)
     late = (await sqlite.claim(3))[2]
@@ -660,7 +654,7 @@ async def enqueue_many(stage: Stage, count: int) -> list[str]:
     return ids
 
 
-async def test_problems_on_several_pages_are_all_found_and_mended(stage: Stage, saboteur: Saboteur) -> None:
+async def test_problems_on_several_pages_are_all_found_and_repaired(stage: Stage, saboteur: Saboteur) -> None:
     ids = await enqueue_many(stage, 2 * REPAIR_PAGE + 50)
     broken = [ids[0], ids[REPAIR_PAGE - 1], ids[REPAIR_PAGE], ids[-1]]
     for id in broken:
@@ -671,7 +665,7 @@ async def test_problems_on_several_pages_are_all_found_and_mended(stage: Stage, 
     assert claimed == ids
 
 
-async def test_a_repair_goes_a_page_at_a_time_and_lets_others_work_in_between(stage: Stage, saboteur: Saboteur) -> None:
+async def test_repair_goes_page_by_page_and_lets_other_calls_run_between(stage: Stage, saboteur: Saboteur) -> None:
     ids = await enqueue_many(stage, 2 * REPAIR_PAGE + 50)
     for id in ids[::REPAIR_PAGE]:
         saboteur.misplace(id)
@@ -691,15 +685,15 @@ async def test_a_repair_goes_a_page_at_a_time_and_lets_others_work_in_between(st
 async def test_a_queue_of_exactly_one_page_is_audited_to_its_end(stage: Stage, saboteur: Saboteur) -> None:
     await enqueue_many(stage, REPAIR_PAGE)
 
-    def miscount(ledger: dict[str, Any]) -> None:
-        ledger["counts"]["retrying"] = 7
+    def miscount(metadata: dict[str, Any]) -> None:
+        metadata["counts"]["retrying"] = 7
 
-    saboteur.ledger(miscount)
+    saboteur.metadata(miscount)
     assert kinds(await mend(stage, saboteur)) == {"count"}
     assert (await stage.stats()).ready == REPAIR_PAGE
 
 
-async def test_garbled_records_on_several_pages_are_all_found_and_mended(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_garbled_records_on_several_pages_are_all_found_and_repaired(sqlite: Stage, rows: SqliteSaboteur) -> None:
     ids = await enqueue_many(sqlite, 2 * REPAIR_PAGE + 50)
     broken = ids[::50]
     rows.sql("UPDATE holdfast_jobs SET rest = substr(rest, 1, 9) WHERE id % 50 = 0")
@@ -735,7 +729,7 @@ async def in_state(stage: Stage, id: str, state: State) -> None:
 
 
 @pytest.mark.parametrize("state", State)
-async def test_a_record_cut_off_anywhere_reads_as_failed_and_is_mended(
+async def test_truncated_record_reads_as_failed_and_is_repaired(
     sqlite: Stage, rows: SqliteSaboteur, state: State
 ) -> None:
     await in_state(sqlite, "sample", state)
@@ -754,7 +748,9 @@ async def test_a_record_cut_off_anywhere_reads_as_failed_and_is_mended(
     assert (await sqlite.the("sample")).state is state
 
 
-async def test_noise_instead_of_a_record_reads_as_failed_and_is_mended(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_random_bytes_instead_of_a_record_read_as_failed_and_are_repaired(
+    sqlite: Stage, rows: SqliteSaboteur
+) -> None:
     noise = random.Random(7)
     ids = await enqueue_many(sqlite, 150)
     for id in ids:
@@ -765,9 +761,7 @@ async def test_noise_instead_of_a_record_reads_as_failed_and_is_mended(sqlite: S
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.RUNNING, State.COMPLETED])
-async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
-    sqlite: Stage, rows: SqliteSaboteur, state: State
-) -> None:
+async def test_record_with_one_changed_byte_blocks_no_verb(sqlite: Stage, rows: SqliteSaboteur, state: State) -> None:
     """Some changes cannot be noticed. But none may raise, and the healthy job behind must always get its turn."""
     await in_state(sqlite, "a", state)
     await sqlite.enqueue("b", priority=0)
@@ -776,7 +770,7 @@ async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
     with aside(sqlite.storage.path) as db:
         records = db.execute("SELECT * FROM holdfast_jobs").fetchall()
         (rest,) = db.execute("SELECT rest FROM holdfast_jobs WHERE id = ?", (b"a",)).fetchone()
-        (ledger,) = db.execute("SELECT meta FROM holdfast_queues").fetchone()
+        (metadata,) = db.execute("SELECT meta FROM holdfast_queues").fetchone()
         for at, flip in [(at, flip) for at in range(len(rest)) for flip in (0x01, 0x80, 0xFF)]:
             changed = rest[:at] + bytes([rest[at] ^ flip]) + rest[at + 1 :]
             db.execute("UPDATE holdfast_jobs SET rest = ? WHERE id = ?", (changed, b"a"))
@@ -786,7 +780,7 @@ async def test_a_record_with_any_one_byte_changed_wedges_no_verb(
                 wedged.append(f"byte {at} of {len(rest)} ^ {flip:#x}: {error!r:.80}")
             db.execute("DELETE FROM holdfast_jobs")
             db.executemany(f"INSERT INTO holdfast_jobs VALUES ({','.join('?' * 12)})", records)
-            db.execute("UPDATE holdfast_queues SET meta = ?", (ledger,))
+            db.execute("UPDATE holdfast_queues SET meta = ?", (metadata,))
     assert wedged == []
 
 
@@ -795,7 +789,7 @@ async def use_every_verb(stage: Stage) -> None:
     await stage.storage.scan("q")
     await stage.storage.snapshot()
     await stage.sweep()
-    job = next(job for job in await claim_as_told(stage, 2) if job.id == "b")
+    job = next(job for job in await claim_like_a_worker(stage, 2) if job.id == "b")
     await stage.extend(job)
     await repair(stage)
     assert (await audit(stage.storage, "q")).problems == []
@@ -836,7 +830,7 @@ WRONG_COLUMNS: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("column", "value"), WRONG_COLUMNS, ids=lambda value: repr(value)[:20])
-async def test_a_column_that_holds_what_it_should_not_is_reported_and_mended(
+async def test_column_with_a_wrong_value_is_reported_and_repaired(
     sqlite: Stage, rows: SqliteSaboteur, column: str, value: object
 ) -> None:
     await sqlite.enqueue("a", priority=9)
@@ -847,16 +841,14 @@ async def test_a_column_that_holds_what_it_should_not_is_reported_and_mended(
         return  # The schema does not take it: that is as good.
     sqlite.clock.advance(1)
     await mend(sqlite, rows)
-    (jobs, failed) = await claim_as_told(sqlite, 3), (await sqlite.stats()).failed
+    (jobs, failed) = await claim_like_a_worker(sqlite, 3), (await sqlite.stats()).failed
     assert [job.id for job in jobs][-1] == "b"
     assert len(jobs) + failed == 2, "the broken job can neither be claimed nor is it listed as failed"
     assert [await sqlite.complete(job) for job in jobs] == [SettleResult.OK] * len(jobs)
 
 
 @pytest.mark.parametrize("worker", [None, "w2", b"w1"], ids=repr)
-async def test_a_lease_under_a_wrong_name_is_mended_so_that_its_worker_can_be_swept(
-    sqlite: Stage, rows: SqliteSaboteur, worker: object
-) -> None:
+async def test_lease_under_a_wrong_worker_name_is_repaired(sqlite: Stage, rows: SqliteSaboteur, worker: object) -> None:
     await sqlite.enqueue("a")
     await sqlite.claim_one(worker="w1")
     rows.sql("UPDATE holdfast_jobs SET worker = ? WHERE id = ?", worker, b"a")
@@ -864,7 +856,7 @@ async def test_a_lease_under_a_wrong_name_is_mended_so_that_its_worker_can_be_sw
     assert (await sqlite.sweep(worker="w1")).stalled == ["a"]
 
 
-async def test_a_record_garbled_in_every_column_is_mended_and_counted(
+async def test_record_garbled_in_every_column_is_repaired_and_counted(
     sqlite: Stage, rows: SqliteSaboteur, tmp_path: Path
 ) -> None:
     await sqlite.enqueue("a")
@@ -875,12 +867,12 @@ async def test_a_record_garbled_in_every_column_is_mended_and_counted(
     await mend(sqlite, rows)
     assert_damaged(await sqlite.the("a"), None)
     await runs_to_its_end(sqlite, "b")
-    async with SqliteHarness().open(sqlite.clock, tmp_path) as other:  # Which reads the ledger afresh.
+    async with SqliteHarness().open(sqlite.clock, tmp_path) as other:  # Which reads the metadata afresh.
         assert (await other.snapshot()).queues == [await sqlite.stats()]
         assert (await audit(other, "q")).problems == []
 
 
-async def test_a_payload_of_the_wrong_type_is_gone_and_the_job_reads_as_failed(
+async def test_payload_column_of_the_wrong_type_is_dropped_and_the_job_reads_as_failed(
     sqlite: Stage, rows: SqliteSaboteur
 ) -> None:
     await sqlite.enqueue("a")
@@ -894,17 +886,17 @@ def garble(rows: SqliteSaboteur, id: str) -> None:
     rows.sql("UPDATE holdfast_jobs SET rest = substr(rest, 1, 7) WHERE id = ?", id.encode())
 
 
-async def test_a_claim_passes_over_a_garbled_record_and_gives_the_next_job(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_claim_skips_a_garbled_record_and_returns_the_next_job(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a")
     await sqlite.enqueue("b")
     garble(rows, "a")
     sqlite.clock.advance(1)
-    assert [job.id for job in await claim_as_told(sqlite)] == ["b"]
+    assert [job.id for job in await claim_like_a_worker(sqlite)] == ["b"]
     assert_damaged(await sqlite.the("a"))
     assert (await sqlite.stats()).failed == 1
 
 
-async def test_a_claim_with_room_for_one_gives_the_job_behind_a_garbled_record_at_once(
+async def test_claim_of_one_returns_the_job_behind_a_garbled_record_at_once(
     sqlite: Stage, rows: SqliteSaboteur
 ) -> None:
     await sqlite.enqueue("a")
@@ -915,13 +907,13 @@ async def test_a_claim_with_room_for_one_gives_the_job_behind_a_garbled_record_a
     await repair(sqlite)
 
 
-async def test_many_garbled_records_at_the_head_do_not_hold_up_the_queue(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_many_garbled_records_at_the_head_do_not_block_the_queue(sqlite: Stage, rows: SqliteSaboteur) -> None:
     for n in range(30):
         await sqlite.enqueue(f"{n}")
     await sqlite.enqueue("last")
     rows.sql("UPDATE holdfast_jobs SET rest = x'00' WHERE id <> ?", b"last")
     sqlite.clock.advance(1)
-    assert [job.id for job in await claim_as_told(sqlite, 10)] == ["last"]
+    assert [job.id for job in await claim_like_a_worker(sqlite, 10)] == ["last"]
     assert (await sqlite.stats()).failed == 30
 
 
@@ -935,7 +927,7 @@ async def test_get_and_scan_show_a_garbled_record_as_failed_with_its_payload(
     await repair(sqlite)
 
 
-async def test_a_sweep_passes_over_a_garbled_running_record(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_sweep_skips_a_garbled_running_record(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a")
     await sqlite.enqueue("b")
     await sqlite.claim(2, lease=10)
@@ -945,7 +937,7 @@ async def test_a_sweep_passes_over_a_garbled_running_record(sqlite: Stage, rows:
     assert (await sqlite.stats()).running == 0
 
 
-async def test_sweeping_a_dead_worker_passes_over_its_garbled_record(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_sweeping_a_dead_worker_skips_its_garbled_record(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a")
     await sqlite.enqueue("b")
     await sqlite.claim(2, worker="w1")
@@ -976,7 +968,7 @@ async def test_an_enqueue_restarts_a_garbled_record(sqlite: Stage, rows: SqliteS
     assert await sqlite.problems() == []
 
 
-async def test_an_operators_retry_works_with_what_is_left_of_a_garbled_record(
+async def test_operator_retry_of_a_garbled_record_uses_the_readable_payload(
     sqlite: Stage, rows: SqliteSaboteur
 ) -> None:
     await sqlite.enqueue("a", b"precious")
@@ -989,7 +981,7 @@ async def test_an_operators_retry_works_with_what_is_left_of_a_garbled_record(
     assert await sqlite.complete(job) is SettleResult.OK
 
 
-async def test_an_operators_retry_works_before_the_repair_as_well(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_operator_retry_of_a_garbled_record_works_before_the_repair(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a", b"precious")
     garble(rows, "a")
     assert (await sqlite.enqueue("a", None, update=Update(payload=False))).placed is Placed.NEW
@@ -1036,7 +1028,7 @@ async def test_garbled_finished_record_is_listed_as_failed_and_forgotten_later(
     assert await sqlite.get("a") is None
 
 
-async def test_a_garbled_next_takes_no_other_record_with_it(sqlite: Stage, rows: SqliteSaboteur) -> None:
+async def test_garbled_next_affects_no_other_record(sqlite: Stage, rows: SqliteSaboteur) -> None:
     await sqlite.enqueue("a", b"first")
     await sqlite.enqueue("b")
     await sqlite.claim_one()

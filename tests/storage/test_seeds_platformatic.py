@@ -34,7 +34,7 @@ async def awaited(stage: Stage, *ids: str) -> None:
 # The same id again
 
 
-async def test_an_id_that_waits_is_kept_as_it_was_first_asked_for(stage: Stage) -> None:
+async def test_enqueue_of_a_waiting_id_keeps_the_first_request(stage: Stage) -> None:
     assert (await stage.enqueue("a", b"first", delay=9)).placed is Placed.NEW
     before = await stage.the("a")
     for payload in (b"first", b"second"):
@@ -43,7 +43,7 @@ async def test_an_id_that_waits_is_kept_as_it_was_first_asked_for(stage: Stage) 
     assert await stage.the("a") == before
 
 
-async def test_an_id_that_runs_is_kept_as_it_runs(stage: Stage) -> None:
+async def test_enqueue_of_a_running_id_leaves_the_run_unchanged(stage: Stage) -> None:
     await stage.enqueue("a", b"first")
     running = await stage.claim_one()
     reply = await stage.enqueue("a", b"second")
@@ -53,7 +53,7 @@ async def test_an_id_that_runs_is_kept_as_it_runs(stage: Stage) -> None:
 
 @pytest.mark.parametrize("payload", [b"first", b"second"])
 @pytest.mark.parametrize("result", [b'{"n": 1}', b"", None])
-async def test_a_completed_id_answers_from_its_cache_whatever_is_sent_and_whatever_it_returned(
+async def test_completed_id_answers_from_its_cache_for_any_payload_and_result(
     stage: Stage, payload: bytes, result: bytes | None
 ) -> None:
     first = await stage.enqueue("a", b"first")
@@ -83,7 +83,7 @@ async def test_a_cancelled_id_that_is_enqueued_again_runs_once_with_its_new_payl
     assert await stage.claim(10) == []
 
 
-async def test_of_many_who_enqueue_an_id_at_once_exactly_one_is_new(stage: Stage, other: Stage) -> None:
+async def test_exactly_one_of_many_concurrent_enqueues_of_an_id_is_new(stage: Stage, other: Stage) -> None:
     clients = [stage, other] * 10
     replies = await asyncio.gather(*(client.enqueue("a") for client in clients))
     assert Counter(reply.placed for reply in replies) == {Placed.NEW: 1, Placed.DUPLICATE: 19}
@@ -115,7 +115,7 @@ async def test_a_lease_of_one_queue_settles_nothing_in_another(stage: Stage) -> 
 
 
 @pytest.mark.parametrize("end", ["complete", "fail"])
-async def test_within_its_time_an_end_is_there_and_after_it_the_id_is_new(stage: Stage, end: str) -> None:
+async def test_outcome_is_kept_for_its_ttl_and_then_the_id_is_new(stage: Stage, end: str) -> None:
     await stage.enqueue("a")
     await getattr(stage, end)(await stage.claim_one(), ttl=20)
     stage.clock.advance(19.999)
@@ -127,7 +127,7 @@ async def test_within_its_time_an_end_is_there_and_after_it_the_id_is_new(stage:
     assert (await stage.claim_one()).payload == b"again"
 
 
-async def test_past_its_time_a_job_is_none_to_every_verb_before_any_sweep(stage: Stage) -> None:
+async def test_expired_job_is_missing_for_every_verb_before_any_sweep(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(1)
@@ -140,14 +140,14 @@ async def test_past_its_time_a_job_is_none_to_every_verb_before_any_sweep(stage:
     assert (await stage.enqueue("a", None, update=retry)).placed is None
 
 
-async def test_past_its_time_a_job_is_not_counted_before_any_sweep(stage: Stage) -> None:
+async def test_expired_job_is_not_counted_before_any_sweep(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(1)
     assert (await stage.stats()).completed == 0
 
 
-async def test_what_is_past_its_time_is_removed_without_being_touched(stage: Stage) -> None:
+async def test_expired_record_is_removed_without_being_accessed(stage: Stage) -> None:
     for n in range(150):
         await stage.enqueue(f"{n}")
     for job in await stage.claim(150):
@@ -158,7 +158,7 @@ async def test_what_is_past_its_time_is_removed_without_being_touched(stage: Sta
     assert (await stage.stats()).completed == 0
 
 
-async def test_a_queue_that_only_ever_gets_enqueues_forgets_too(stage: Stage) -> None:
+async def test_queue_with_only_enqueues_forgets_old_records(stage: Stage) -> None:
     for n in range(10):
         await stage.enqueue(f"old-{n}")
         await stage.cancel(f"old-{n}")
@@ -168,7 +168,7 @@ async def test_a_queue_that_only_ever_gets_enqueues_forgets_too(stage: Stage) ->
     assert (await stage.stats()).cancelled == 0
 
 
-async def test_a_short_memory_of_one_job_cuts_no_other_short(stage: Stage) -> None:
+async def test_short_ttl_of_one_job_does_not_shorten_another(stage: Stage) -> None:
     for id in ("short", "long"):
         await stage.enqueue(id)
     for job in await stage.claim(2):
@@ -179,14 +179,14 @@ async def test_a_short_memory_of_one_job_cuts_no_other_short(stage: Stage) -> No
     assert (await stage.enqueue("long")).placed is Placed.COMPLETED
 
 
-async def test_the_first_accepted_request_says_how_long_and_a_duplicate_does_not(stage: Stage) -> None:
+async def test_ttl_comes_from_the_accepted_request_and_not_from_a_duplicate(stage: Stage) -> None:
     await stage.enqueue("a", result_ttl_ms=20)
     await stage.enqueue("a", result_ttl_ms=99_000)
     assert (await stage.claim_one()).work.result_ttl_ms == 20
 
 
 @pytest.mark.parametrize("ttl", [-1, 0.5, "20", True])
-async def test_a_length_that_is_none_is_refused_everywhere(stage: Stage, ttl: int) -> None:
+async def test_invalid_duration_is_refused_by_every_verb(stage: Stage, ttl: int) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     with pytest.raises(OptionError):
@@ -198,7 +198,7 @@ async def test_a_length_that_is_none_is_refused_everywhere(stage: Stage, ttl: in
     assert await stage.the("a") == job
 
 
-async def test_a_result_kept_for_no_time_is_dropped_but_not_from_under_a_waiter(stage: Stage) -> None:
+async def test_result_with_a_ttl_of_zero_is_dropped_but_reaches_its_waiter(stage: Stage) -> None:
     for id, seconds in (("alone", 0), ("awaited", 30)):
         await stage.enqueue(id, keep=seconds)
         await stage.complete(await stage.claim_one(), ttl=0)
@@ -207,7 +207,7 @@ async def test_a_result_kept_for_no_time_is_dropped_but_not_from_under_a_waiter(
 
 
 @pytest.mark.parametrize("end", ["complete", "fail"])
-async def test_keep_moves_the_time_of_an_end_and_what_it_blocks(stage: Stage, end: str) -> None:
+async def test_keep_moves_the_expiry_of_an_outcome_and_of_its_id(stage: Stage, end: str) -> None:
     await stage.enqueue("a")
     await getattr(stage, end)(await stage.claim_one(), ttl=10)
     assert await stage.keep("a", 100) is KeepResult.KEPT
@@ -215,7 +215,7 @@ async def test_keep_moves_the_time_of_an_end_and_what_it_blocks(stage: Stage, en
     assert (await stage.enqueue("a")).placed is (Placed.COMPLETED if end == "complete" else Placed.NEW)
 
 
-async def test_keep_of_a_live_job_holds_from_its_end(stage: Stage) -> None:
+async def test_keep_of_a_live_job_starts_at_its_end(stage: Stage) -> None:
     await stage.enqueue("a")
     assert await stage.keep("a", 100) is KeepResult.LIVE
     stage.clock.advance(500)
@@ -226,7 +226,7 @@ async def test_keep_of_a_live_job_holds_from_its_end(stage: Stage) -> None:
     assert await stage.get("a") is None
 
 
-async def test_keep_of_nobody_and_of_a_forgotten_job_is_missing(stage: Stage) -> None:
+async def test_keep_of_an_unknown_or_forgotten_job_is_missing(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=1)
     stage.clock.advance(1)
@@ -246,9 +246,7 @@ async def test_each_waiter_gets_the_result_of_its_own_job(stage: Stage) -> None:
     assert [task.result().result for task in tasks] == [b"a" * 100_000, b"b" * 100_000, b"c" * 100_000]
 
 
-async def test_a_second_waiter_joins_the_run_that_is_there_and_the_first_payload_wins(
-    stage: Stage, other: Stage
-) -> None:
+async def test_second_waiter_joins_the_current_run_with_the_first_payload(stage: Stage, other: Stage) -> None:
     replies = [await stage.enqueue("a", b"first"), await other.enqueue("a", b"second")]
     job = await stage.claim_one()
     replies.append(await other.enqueue("a", b"third"))
@@ -260,7 +258,7 @@ async def test_a_second_waiter_joins_the_run_that_is_there_and_the_first_payload
     assert (await stage.the("a")).attempts == 1
 
 
-async def test_a_wait_that_is_too_short_says_so_and_leaves_the_job_and_the_others_alone(stage: Stage) -> None:
+async def test_wait_that_times_out_does_not_affect_the_job_or_other_waiters(stage: Stage) -> None:
     reply = await stage.enqueue("a")
     job = await stage.claim_one()
     with pytest.raises(WaitTimeout):
@@ -273,14 +271,14 @@ async def test_a_wait_that_is_too_short_says_so_and_leaves_the_job_and_the_other
 
 
 @pytest.mark.parametrize("result", [b"done", None])
-async def test_a_wait_for_what_is_done_looks_once(stage: Stage, result: bytes | None) -> None:
+async def test_wait_for_a_finished_job_reads_once(stage: Stage, result: bytes | None) -> None:
     await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), result)
     again = await stage.enqueue("a")
     assert (await waiting(stage, again, 0)).result == result
 
 
-async def test_a_waiter_hears_of_a_failure_and_so_does_who_comes_later(stage: Stage) -> None:
+async def test_failure_reaches_its_waiter_and_a_later_one(stage: Stage) -> None:
     reply = await stage.enqueue("a")
     async with asyncio.TaskGroup() as group:
         task = group.create_task(wait(stage.storage, "q", "a", reply.generation))
@@ -290,7 +288,7 @@ async def test_a_waiter_hears_of_a_failure_and_so_does_who_comes_later(stage: St
         assert (outcome.state, outcome.error) == (State.FAILED, b"boom")
 
 
-async def test_a_wait_for_an_end_that_was_forgotten_is_told_so(stage: Stage) -> None:
+async def test_wait_for_a_forgotten_outcome_raises_job_forgotten(stage: Stage) -> None:
     reply = await stage.enqueue("a")
     await stage.complete(await stage.claim_one(), ttl=5)
     stage.clock.advance(5)
@@ -298,7 +296,7 @@ async def test_a_wait_for_an_end_that_was_forgotten_is_told_so(stage: Stage) -> 
         await waiting(stage, reply, 0)
 
 
-async def test_one_waiter_that_leaves_silences_no_other(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiter_that_leaves_does_not_stop_other_waiters(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 60.0)  # So that only a hint can wake them in time.
     reply = await stage.enqueue("a")
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -315,7 +313,7 @@ async def test_one_waiter_that_leaves_silences_no_other(stage: Stage, monkeypatc
 # Cancel
 
 
-async def test_cancel_says_what_it_met_and_erases_nothing(stage: Stage) -> None:
+async def test_cancel_returns_the_state_and_deletes_nothing(stage: Stage) -> None:
     for id in ("failed", "completed", "running"):
         await stage.enqueue(id)
     jobs = {job.id: job for job in await stage.claim(3)}
@@ -328,7 +326,7 @@ async def test_cancel_says_what_it_met_and_erases_nothing(stage: Stage) -> None:
     assert [await stage.the(id) for id in ("failed", "completed")] == before
 
 
-async def test_a_cancel_that_says_cancelled_met_a_job_that_no_claim_has_got(stage: Stage, other: Stage) -> None:
+async def test_cancel_that_returns_cancelled_excludes_a_claim_of_the_job(stage: Stage, other: Stage) -> None:
     for n in range(20):
         await stage.enqueue(f"{n}")
     claims = [stage.claim(1, worker=f"w{n}") for n in range(20)]
@@ -340,7 +338,7 @@ async def test_a_cancel_that_says_cancelled_met_a_job_that_no_claim_has_got(stag
     assert len(claimed) + len(cancelled) == 20
 
 
-async def test_a_job_asked_to_cancel_does_not_come_back_to_life(stage: Stage) -> None:
+async def test_job_with_a_cancel_request_does_not_run_again(stage: Stage) -> None:
     for id in "abc":
         await stage.enqueue(id)
     retried, released, dropped = await stage.claim(3)

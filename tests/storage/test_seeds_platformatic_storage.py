@@ -40,7 +40,7 @@ ODD_IDS = [
 # Bytes, ids and names
 
 
-async def test_payloads_results_and_errors_are_any_bytes_and_come_back_as_they_were(stage: Stage) -> None:
+async def test_payloads_results_and_errors_of_any_bytes_are_returned_unchanged(stage: Stage) -> None:
     every_byte = bytes(range(256))
     await stage.enqueue("a", every_byte)
     await stage.retry(await stage.claim_one())
@@ -53,7 +53,7 @@ async def test_payloads_results_and_errors_are_any_bytes_and_come_back_as_they_w
 
 
 @pytest.mark.parametrize("id", ODD_IDS, ids=ascii)
-async def test_an_odd_id_is_an_id_like_any_other(stage: Stage, id: str) -> None:
+async def test_unusual_id_works(stage: Stage, id: str) -> None:
     await stage.enqueue("x")
     await stage.enqueue(id, b"odd", run_at=1)
     job = await stage.claim_one(worker="host:1:2")
@@ -66,7 +66,7 @@ async def test_an_odd_id_is_an_id_like_any_other(stage: Stage, id: str) -> None:
     assert (await stage.the("x")).state is State.WAITING
 
 
-async def test_namespaces_in_one_file_know_nothing_of_each_other(clock: ManualClock, tmp_path: Path) -> None:
+async def test_namespaces_in_one_file_are_separate(clock: ManualClock, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/jobs.db"
     async with connect(url, namespace="one", clock=clock) as one, connect(url, namespace="two", clock=clock) as two:
         await one.announce("w", {"queues": ["q"]}, ttl_ms=1000)
@@ -89,7 +89,7 @@ async def test_jobs_are_claimed_first_in_first_out_with_the_bytes_they_were_give
     assert [(await stage.claim_one()).payload for _ in range(3)] == [b"2", b"0", b"1"]
 
 
-async def test_an_empty_queue_answers_at_once_and_holds_nobody_up(stage: Stage, other: Stage) -> None:
+async def test_claim_of_an_empty_queue_returns_at_once(stage: Stage, other: Stage) -> None:
     async with asyncio.timeout(10):
         claims = await asyncio.gather(*(client.claim(1) for client in (stage, other, stage)))
         assert claims == [[], [], []]
@@ -134,14 +134,14 @@ async def test_a_job_that_fails_twice_and_then_succeeds_has_had_three_attempts(s
     assert (done.state, done.attempts, done.retries) == (State.COMPLETED, 3, 2)
 
 
-async def test_a_retry_with_a_delay_does_not_hold_up_the_next_job(stage: Stage) -> None:
+async def test_delayed_retry_does_not_delay_the_next_job(stage: Stage) -> None:
     await stage.enqueue("first")
     await stage.enqueue("second")
     await stage.retry(await stage.claim_one(), delay=2)
     assert [job.id for job in await stage.claim(10)] == ["second"]
 
 
-async def test_a_failed_job_says_why_and_keeps_its_payload(stage: Stage) -> None:
+async def test_failed_job_has_its_error_and_payload(stage: Stage) -> None:
     await stage.enqueue("a", b"data")
     await stage.fail(await stage.claim_one(), b'{"code": "E_BOOM"}')
     failed = await stage.the("a")
@@ -198,7 +198,7 @@ async def test_a_job_that_ended_in_time_is_never_taken_back(stage: Stage, end: s
     assert (await stage.the("a"), await stage.claim(10)) == (ended, [])
 
 
-async def test_what_dead_workers_left_is_found_by_a_storage_that_never_heard_of_them(
+async def test_jobs_of_dead_workers_are_taken_back_by_a_new_storage(
     harness: Harness, clock: ManualClock, tmp_path: Path
 ) -> None:
     async with harness.open(clock, tmp_path) as storage:
@@ -215,7 +215,7 @@ async def test_what_dead_workers_left_is_found_by_a_storage_that_never_heard_of_
         assert await after.problems() == []
 
 
-async def test_what_was_enqueued_is_there_after_closing_and_opening_again(
+async def test_enqueued_jobs_survive_closing_and_reopening(
     harness: Harness, clock: ManualClock, tmp_path: Path
 ) -> None:
     for n in range(3):
@@ -240,7 +240,7 @@ async def test_sweepers_at_the_same_time_take_each_lease_back_once(stage: Stage,
     assert {(await stage.the(f"{n}")).stalls for n in range(20)} == {1}
 
 
-async def test_stalls_are_counted_so_that_a_poison_job_can_be_told(stage: Stage) -> None:
+async def test_every_stall_of_a_poison_job_is_counted(stage: Stage) -> None:
     await stage.enqueue("poison")
     seen: list[tuple[int, int]] = []
     for _ in range(4):
@@ -251,7 +251,7 @@ async def test_stalls_are_counted_so_that_a_poison_job_can_be_told(stage: Stage)
     assert seen == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
-async def test_workers_are_listed_until_their_own_time_is_up(stage: Stage) -> None:
+async def test_workers_are_listed_until_their_announcement_expires(stage: Stage) -> None:
     await stage.enqueue("a")
     for worker, ttl_ms in (("short", 1000), ("long", 60_000), ("beating", 1000)):
         await stage.storage.announce(worker, {"queues": ["q"]}, ttl_ms=ttl_ms)
@@ -264,7 +264,7 @@ async def test_workers_are_listed_until_their_own_time_is_up(stage: Stage) -> No
 # Events
 
 
-async def test_every_listener_hears_of_everything_that_happens_to_a_job_in_order(stage: Stage, other: Stage) -> None:
+async def test_every_listener_gets_all_events_of_a_job_in_order(stage: Stage, other: Stage) -> None:
     async with stage.storage.subscribe(Topic("q")) as here, other.storage.subscribe(Topic("q")) as there:
         await stage.enqueue("a")
         await stage.retry(await stage.claim_one())

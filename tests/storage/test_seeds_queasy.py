@@ -41,7 +41,7 @@ async def test_a_new_job_waits_with_its_time_its_payload_and_no_counts(stage: St
     assert (job.attempts, *counts(job)) == (0, 0, 0, 0)
 
 
-async def test_a_claimed_job_knows_its_run_at_and_its_counts(stage: Stage) -> None:
+async def test_claimed_job_has_its_run_at_and_counts(stage: Stage) -> None:
     due_at = stage.wall(5)
     await stage.enqueue("a", run_at=due_at)
     stage.clock.advance(8)
@@ -84,7 +84,7 @@ async def test_the_rules_for_run_at_take_the_later_or_the_earlier_time(
 
 
 @pytest.mark.parametrize(("reset", "expected"), [(True, (0, 0, 0)), (False, (5, 2, 1))])
-async def test_an_update_resets_the_counts_only_if_told_to(
+async def test_update_resets_the_counts_only_if_requested(
     stage: Stage, reset: bool, expected: tuple[int, int, int]
 ) -> None:
     await stage.enqueue("a")
@@ -117,7 +117,7 @@ async def test_a_flag_that_is_not_a_boolean_is_refused_and_changes_nothing(stage
 
 
 @pytest.mark.parametrize("when", [{}, {"delay": 0}, {"run_at": 1}, {"delay": 60}], ids=str)
-async def test_a_request_for_a_running_id_never_starts_beside_the_run(stage: Stage, when: Any) -> None:
+async def test_request_for_a_running_id_never_overlaps_the_run(stage: Stage, when: Any) -> None:
     await stage.enqueue("a", b"1")
     running = await stage.claim_one(lease=3600)
     assert (await stage.enqueue("a", b"2", update=Update(), **when)).placed is Placed.DEFERRED
@@ -150,7 +150,7 @@ async def test_a_deferred_request_without_a_time_is_due_as_soon_as_the_run_faile
     assert (follower.payload, follower.attempts, counts(follower)) == (b"2", 1, (0, 0, 0))
 
 
-async def test_flags_that_are_off_are_still_off_when_the_deferred_request_is_merged(stage: Stage) -> None:
+async def test_false_flags_stay_false_when_the_deferred_request_is_merged(stage: Stage) -> None:
     await stage.enqueue("a", b"1")
     running = await stage.claim_one()
     off = Update(payload=False, run_at=False, reset_counts=False)
@@ -163,7 +163,7 @@ async def test_flags_that_are_off_are_still_off_when_the_deferred_request_is_mer
 # Order and time
 
 
-async def test_a_claim_takes_what_is_due_in_the_order_of_run_at(stage: Stage) -> None:
+async def test_claim_takes_due_jobs_in_order_of_run_at(stage: Stage) -> None:
     for id, seconds in (("late", 3), ("early", 1), ("middle", 2)):
         await stage.enqueue(id, delay=seconds)
     stage.clock.advance(3)
@@ -206,7 +206,7 @@ async def test_an_idle_claim_says_when_to_ask_again_and_changes_nothing(stage: S
     assert await stage.stats() == before
 
 
-async def test_one_wrong_reading_of_the_clock_takes_nothing_from_the_living(stage: Stage) -> None:
+async def test_one_wrong_clock_reading_takes_back_no_live_lease(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one(lease=10)
     for _ in range(3):
@@ -235,7 +235,7 @@ async def test_a_cancel_of_an_unknown_id_finds_nothing(stage: Stage) -> None:
     assert not reply
 
 
-async def test_a_completed_job_holds_no_lease_any_more(stage: Stage) -> None:
+async def test_completed_job_has_no_lease(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     await stage.complete(job)
@@ -244,7 +244,7 @@ async def test_a_completed_job_holds_no_lease_any_more(stage: Stage) -> None:
     assert (await stage.stats()).running == 0
 
 
-async def test_a_job_with_nothing_to_remember_is_gone_everywhere_once_completed(stage: Stage) -> None:
+async def test_job_without_ttl_is_gone_from_every_index_once_completed(stage: Stage) -> None:
     for id in "abc":
         await stage.enqueue(id, custom_id=False)
     for job in await stage.claim(3):
@@ -254,7 +254,7 @@ async def test_a_job_with_nothing_to_remember_is_gone_everywhere_once_completed(
     assert ((await stage.storage.scan("q")).jobs, stats.running, stats.completed) == ([], 0, 0)
 
 
-async def test_a_retry_waits_until_its_time_and_counts_itself(stage: Stage) -> None:
+async def test_retry_waits_until_its_time_and_is_counted(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.retry(await stage.claim_one(), delay=2)
     job = await stage.the("a")
@@ -270,7 +270,7 @@ async def test_a_retry_at_a_given_time_runs_at_that_time_and_no_other(stage: Sta
     assert (await stage.the("a")).run_at == wanted
 
 
-async def test_the_storage_counts_on_past_any_limit_because_limits_are_not_its_own(stage: Stage) -> None:
+async def test_storage_counts_past_limits_because_policy_enforces_them(stage: Stage) -> None:
     await stage.enqueue("a", max_retries=3, max_stalls=3)
     for kind in ["retries"] * 101 + ["stalls"] * 100:
         await stage.retry(await stage.claim_one(), counts=kind)
@@ -297,7 +297,7 @@ async def test_a_failure_without_a_follow_up_is_listed_and_not_lost(stage: Stage
     assert listed.outcome.error == b"boom"
 
 
-async def test_a_zombie_that_claims_other_work_does_not_get_its_lost_lease_back(stage: Stage) -> None:
+async def test_worker_that_claims_other_jobs_does_not_regain_its_lost_lease(stage: Stage) -> None:
     await stage.enqueue("a")
     lost = await stage.claim_one(worker="zombie")
     await stage.expire()
@@ -334,7 +334,7 @@ async def test_a_storage_that_is_not_open_refuses_every_verb(
             await stage.enqueue("a")
 
 
-async def test_a_record_that_cannot_be_read_wedges_neither_claim_nor_sweep(clock: ManualClock, tmp_path: Path) -> None:
+async def test_unreadable_record_blocks_neither_claim_nor_sweep(clock: ManualClock, tmp_path: Path) -> None:
     async with connect(f"sqlite:///{tmp_path}/jobs.db", clock=clock) as storage:
         stage = Stage(storage, clock)
         await stage.enqueue("bad")
@@ -348,7 +348,7 @@ async def test_a_record_that_cannot_be_read_wedges_neither_claim_nor_sweep(clock
 
 
 @pytest.mark.parametrize("facts", [{"queues": [1]}, {"load": 0.5}], ids=str)
-async def test_a_worker_that_announces_nonsense_wedges_nobody(stage: Stage, facts: Any) -> None:
+async def test_worker_with_a_malformed_announcement_blocks_no_other(stage: Stage, facts: Any) -> None:
     with contextlib.suppress(OptionError):
         await stage.storage.announce("odd", facts, ttl_ms=1000)
     await stage.storage.announce("good", {"queues": ["q"]}, ttl_ms=1000)
@@ -375,9 +375,7 @@ def _damage(path: Path, statement: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_no_history_overlaps_starts_early_skips_the_line_or_runs_on_after_success(
-    stage: Stage, seed: int
-) -> None:
+async def test_random_histories_have_no_overlap_no_early_start_and_keep_the_order(stage: Stage, seed: int) -> None:
     rng = random.Random(seed)
     held: dict[str, Job] = {}
     completed: Counter[tuple[str, int]] = Counter()

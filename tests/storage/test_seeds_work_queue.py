@@ -50,7 +50,7 @@ async def test_one_producer_of_fresh_ids_is_never_refused(stage: Stage) -> None:
     assert [job.payload for job in await stage.claim(250)] == [bytes([n]) for n in range(200)]
 
 
-async def test_an_id_is_taken_until_it_is_completed_and_free_from_then_on_if_nothing_is_remembered(
+async def test_id_without_ttl_is_blocked_until_completion_and_then_free(
     stage: Stage,
 ) -> None:
     await stage.enqueue("a", b"1")
@@ -74,7 +74,7 @@ async def test_a_queue_name_that_a_pattern_or_a_key_could_misread_is_refused(sta
         await Stage(stage.storage, stage.clock, name).enqueue("a")
 
 
-def test_made_up_ids_differ_and_sort_by_the_time_they_were_made() -> None:
+def test_generated_ids_are_unique_and_sort_by_creation_time() -> None:
     ids = [new_id() for _ in range(1000)]
     assert len(set(ids)) == 1000
     assert {(len(id), id.isascii(), id.isprintable()) for id in ids} == {(22, True, True)}
@@ -85,7 +85,7 @@ def test_made_up_ids_differ_and_sort_by_the_time_they_were_made() -> None:
 # Leases
 
 
-async def test_a_sweep_right_behind_a_claim_finds_nothing_to_take(stage: Stage, other: Stage) -> None:
+async def test_sweep_right_after_a_claim_takes_nothing_back(stage: Stage, other: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one(lease=10)
     swept = await other.sweep()
@@ -110,7 +110,7 @@ async def test_a_lease_too_short_or_too_long_is_refused_and_nothing_is_claimed(s
     assert (await stage.the("a")).attempts == 0
 
 
-async def test_a_late_complete_leaves_neither_a_ghost_nor_a_second_copy(stage: Stage) -> None:
+async def test_late_complete_creates_no_duplicate_job(stage: Stage) -> None:
     await stage.enqueue("a", b"data")
     late = await stage.claim_one(worker="slow")
     await stage.expire()
@@ -122,7 +122,7 @@ async def test_a_late_complete_leaves_neither_a_ghost_nor_a_second_copy(stage: S
     assert (await stage.claim(10), (await stage.storage.scan("q")).jobs) == ([], [])
 
 
-async def test_a_job_completed_before_the_work_is_never_handed_out_again(stage: Stage) -> None:
+async def test_job_completed_before_the_work_is_never_claimed_again(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     assert await stage.complete(job, ttl=0) is SettleResult.OK
@@ -130,7 +130,7 @@ async def test_a_job_completed_before_the_work_is_never_handed_out_again(stage: 
     assert await stage.claim(10) == []
 
 
-async def test_counts_are_those_of_one_instant_while_jobs_move(stage: Stage, other: Stage) -> None:
+async def test_counts_are_from_one_instant_while_jobs_change_state(stage: Stage, other: Stage) -> None:
     for n in range(60):
         await stage.enqueue(f"{n}")
 
@@ -217,7 +217,7 @@ def _harm(stage: Stage, harness: Harness, harm: str) -> None:
 # The whole
 
 
-async def test_the_library_prints_nothing(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_package_prints_nothing(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
     for id in "abc":
         await stage.enqueue(id)
     await stage.claim(2, lease=1)
@@ -228,7 +228,7 @@ async def test_the_library_prints_nothing(stage: Stage, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_however_many_leases_are_dropped_every_job_and_what_it_spawned_completes_once(
+async def test_every_job_and_its_spawned_jobs_complete_once_with_dropped_leases(
     stage: Stage, other: Stage, seed: int
 ) -> None:
     rng = random.Random(seed)

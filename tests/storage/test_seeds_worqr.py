@@ -20,7 +20,7 @@ from tests.storage.stage import Stage, heard
 # Queues
 
 
-async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_none(stage: Stage) -> None:
+async def test_verbs_on_a_missing_queue_are_not_errors_and_do_not_create_it(stage: Stage) -> None:
     assert await stage.storage.purge("q", list(State), drop=True) == 0
     assert await stage.sweep() == await stage.sweep(worker="w1") == Swept([], [], 0, False, None)
     assert await stage.claim(10) == []
@@ -28,7 +28,7 @@ async def test_what_is_done_to_a_queue_that_is_not_there_is_no_error_and_makes_n
     assert (await stage.storage.snapshot()).queues == []
 
 
-async def test_a_queue_is_there_from_its_first_job_on(stage: Stage) -> None:
+async def test_queue_exists_from_its_first_job(stage: Stage) -> None:
     for name in ("q2", "q1", "q3"):
         await Stage(stage.storage, stage.clock, name).enqueue("task")
     queues = (await stage.storage.snapshot()).queues
@@ -36,7 +36,7 @@ async def test_a_queue_is_there_from_its_first_job_on(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", ["error", "a_b", "_work", "a.b-c", "q_cancel", "constructor"])
-async def test_a_queue_of_any_allowed_name_is_heard_and_listed_like_any_other(stage: Stage, name: str) -> None:
+async def test_queue_of_any_allowed_name_is_listed_and_has_events(stage: Stage, name: str) -> None:
     queue = Stage(stage.storage, stage.clock, name)
     async with stage.storage.subscribe(Topic(name)) as events:
         await queue.enqueue("a")
@@ -44,7 +44,7 @@ async def test_a_queue_of_any_allowed_name_is_heard_and_listed_like_any_other(st
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == [name]
 
 
-async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_makes_it_anew(stage: Stage) -> None:
+async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_recreates_it(stage: Stage) -> None:
     for id in "abc":
         await stage.enqueue(id)
     running = await stage.claim_one()
@@ -69,7 +69,7 @@ async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_makes_it
 # The line
 
 
-async def test_a_look_at_the_line_shows_who_is_next_and_takes_nothing(stage: Stage) -> None:
+async def test_scan_shows_the_next_jobs_and_claims_nothing(stage: Stage) -> None:
     assert (await stage.storage.scan("q", state=State.WAITING)).jobs == []
     for id in ("task2", "task1", "task3"):
         await stage.enqueue(id)
@@ -91,7 +91,7 @@ async def test_the_count_follows_jobs_that_are_claimed_completed_and_given_back(
     assert ((await stage.stats()).ready, (await stage.stats()).running) == (2, 0)
 
 
-async def test_a_refused_duplicate_takes_nothing_from_what_comes_after(stage: Stage) -> None:
+async def test_refused_duplicate_does_not_affect_later_requests(stage: Stage) -> None:
     await stage.enqueue("unique")
     assert (await stage.enqueue("unique")).placed is Placed.DUPLICATE
     replies = await asyncio.gather(*(stage.enqueue(f"plain-{n}") for n in range(3)))
@@ -120,16 +120,14 @@ async def test_a_worker_is_listed_once_however_often_it_announces_itself(stage: 
     assert [worker.worker for worker in (await stage.storage.snapshot()).workers] == ["me"]
 
 
-async def test_taking_back_from_a_worker_that_holds_nothing_is_no_error(stage: Stage) -> None:
+async def test_sweep_of_a_worker_without_leases_is_not_an_error(stage: Stage) -> None:
     await stage.enqueue("a")
     held = await stage.claim_one(worker="w1")
     assert (await stage.sweep(worker="w2")).stalled == []
     assert await stage.the("a") == held
 
 
-async def test_a_claim_that_races_with_the_end_of_its_worker_is_held_or_taken_back_but_never_lost(
-    stage: Stage, other: Stage
-) -> None:
+async def test_claim_that_races_with_a_sweep_of_its_worker_loses_no_job(stage: Stage, other: Stage) -> None:
     for n in range(20):
         await stage.enqueue(f"{n}")
     calls = [call for _ in range(20) for call in (stage.claim(1, worker="w1"), other.sweep(worker="w1"))]
@@ -139,7 +137,7 @@ async def test_a_claim_that_races_with_the_end_of_its_worker_is_held_or_taken_ba
     assert {job.id for job in await stage.claim(100, worker="w2")} == {f"{n}" for n in range(20)}
 
 
-async def test_a_late_complete_is_heard_by_nobody(stage: Stage) -> None:
+async def test_late_complete_publishes_no_event(stage: Stage) -> None:
     await stage.enqueue("a")
     late = await stage.claim_one(worker="zombie")
     await stage.expire()
@@ -152,7 +150,7 @@ async def test_a_late_complete_is_heard_by_nobody(stage: Stage) -> None:
 # Notification
 
 
-async def test_work_that_comes_back_wakes_whoever_waits_for_work(stage: Stage, other: Stage) -> None:
+async def test_returned_job_wakes_a_waiting_worker(stage: Stage, other: Stage) -> None:
     for id in "abcd":
         await stage.enqueue(id)
     released, retried = await stage.claim(2, worker="w1")
@@ -172,7 +170,7 @@ async def test_work_that_comes_back_wakes_whoever_waits_for_work(stage: Stage, o
         assert await heard(events, 4) == expected
 
 
-async def test_a_cancel_is_heard_whether_its_job_waits_or_runs(stage: Stage) -> None:
+async def test_cancel_of_a_waiting_or_running_job_publishes_an_event(stage: Stage) -> None:
     for id in "ab":
         await stage.enqueue(id)
     await stage.claim_one()
@@ -181,9 +179,7 @@ async def test_a_cancel_is_heard_whether_its_job_waits_or_runs(stage: Stage) -> 
         assert await heard(events, 2) == [(EventKind.CANCEL_ASKED, "a"), (EventKind.CANCELLED, "b")]
 
 
-async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiter_without_hints_still_gets_the_outcome(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EventBus, "publish", lambda bus, events: None)
     monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.01)
     reply = await stage.enqueue("a")
@@ -195,7 +191,7 @@ async def test_a_waiter_to_whom_every_hint_is_lost_still_finds_the_end(
     assert task.result().result == b"found"
 
 
-async def test_a_worker_to_whom_every_hint_is_lost_still_gets_the_work(
+async def test_worker_without_hints_still_gets_jobs(
     stage: Stage, other: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EventBus, "publish", lambda bus, events: None)

@@ -73,7 +73,7 @@ CELLS = [(phase, act, after) for phase, acts in TRANSITIONS.items() for act, aft
 
 
 @pytest.mark.parametrize(("phase", "act", "after"), CELLS, ids=[f"{phase}-{act}" for phase, act, _ in CELLS])
-async def test_an_act_leads_where_the_table_says(
+async def test_act_leads_to_the_phase_in_the_table(
     stage: Stage, phase: Phase, act: Act, after: tuple[Phase, ...]
 ) -> None:
     job = await bring_into(stage, phase)

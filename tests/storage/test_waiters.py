@@ -48,7 +48,7 @@ async def told(stage: Stage, generation: int, wait_s: float | None = 30) -> Outc
         return type(error)
 
 
-async def told_after(
+async def answer_after(
     stage: Stage, generation: int, act: Callable[[], Awaitable[object]], wait_s: float | None = 30
 ) -> Outcome | type[Exception]:
     """Begin to wait, then act: what the waiter is told."""
@@ -84,7 +84,7 @@ async def test_a_waiter_for_next_waits_while_next_is_there(stage: Stage) -> None
     assert answer(job, run.generation) is answer(job, following.generation) is Answer.PENDING
 
 
-async def test_a_request_that_no_live_request_stands_for_was_dropped(stage: Stage) -> None:
+async def test_request_without_a_live_successor_is_dropped(stage: Stage) -> None:
     run = await ask_and_run(stage)
     following = await stage.enqueue("a", update=Update())
     await stage.cancel("a")
@@ -93,7 +93,7 @@ async def test_a_request_that_no_live_request_stands_for_was_dropped(stage: Stag
     assert answer(job, following.generation) is Answer.DROPPED
 
 
-async def test_a_dropped_request_is_answered_by_the_one_that_was_set_after_it(stage: Stage) -> None:
+async def test_dropped_request_is_answered_by_a_later_one(stage: Stage) -> None:
     await ask_and_run(stage)
     dropped = await stage.enqueue("a", update=Update())
     await stage.cancel("a")
@@ -149,7 +149,7 @@ async def test_past_the_previous_outcomes_time_the_next_outcome_answers(stage: S
     assert ended(answer(await stage.the("a"), first.generation))[2] == b"second"
 
 
-async def test_where_there_is_no_record_the_request_is_forgotten(stage: Stage) -> None:
+async def test_request_without_a_record_is_forgotten(stage: Stage) -> None:
     await stage.complete(await ask_and_run(stage), ttl=0)
     assert answer(await stage.get("a"), 1) is Answer.FORGOTTEN
 
@@ -159,13 +159,13 @@ async def test_where_there_is_no_record_the_request_is_forgotten(stage: Stage) -
 
 async def test_a_wait_ends_at_the_hint_that_the_job_completed(stage: Stage) -> None:
     run = await ask_and_run(stage)
-    outcome = await told_after(stage, run.generation, lambda: stage.complete(run, b"result"))
+    outcome = await answer_after(stage, run.generation, lambda: stage.complete(run, b"result"))
     assert ended(outcome) == (run.generation, State.COMPLETED, b"result")
 
 
 async def test_a_wait_ends_at_the_hint_that_the_job_failed(stage: Stage) -> None:
     run = await ask_and_run(stage)
-    outcome = await told_after(stage, run.generation, lambda: stage.fail(run, b"why"))
+    outcome = await answer_after(stage, run.generation, lambda: stage.fail(run, b"why"))
     assert ended(outcome) == (run.generation, State.FAILED, b"why")
 
 
@@ -182,7 +182,7 @@ async def test_a_wait_goes_on_through_a_retry(stage: Stage) -> None:
         await stage.retry(run)
         await stage.complete(await stage.claim_one(), b"at last")
 
-    assert ended(await told_after(stage, run.generation, retry_and_complete))[2] == b"at last"
+    assert ended(await answer_after(stage, run.generation, retry_and_complete))[2] == b"at last"
 
 
 async def test_a_waiter_of_an_older_generation_is_answered_by_the_update_that_replaced_it(stage: Stage) -> None:
@@ -192,7 +192,7 @@ async def test_a_waiter_of_an_older_generation_is_answered_by_the_update_that_re
     async def run() -> None:
         await stage.complete(await stage.claim_one(), b"of 2")
 
-    assert ended(await told_after(stage, first.generation, run)) == (second.generation, State.COMPLETED, b"of 2")
+    assert ended(await answer_after(stage, first.generation, run)) == (second.generation, State.COMPLETED, b"of 2")
 
 
 async def test_a_waiter_of_a_merged_generation_is_answered_by_next(stage: Stage) -> None:
@@ -203,7 +203,7 @@ async def test_a_waiter_of_a_merged_generation_is_answered_by_next(stage: Stage)
         await stage.retry(run)
         await stage.complete(await stage.claim_one(), b"merged")
 
-    assert ended(await told_after(stage, run.generation, merge))[2] == b"merged"
+    assert ended(await answer_after(stage, run.generation, merge))[2] == b"merged"
 
 
 async def test_a_waiter_for_next_is_not_answered_by_the_run_before_it(stage: Stage) -> None:
@@ -215,7 +215,7 @@ async def test_a_waiter_for_next_is_not_answered_by_the_run_before_it(stage: Sta
         await asyncio.sleep(0.01)
         await stage.complete(await stage.claim_one(), b"second")
 
-    outcome = await told_after(stage, following.generation, complete_both)
+    outcome = await answer_after(stage, following.generation, complete_both)
     assert ended(outcome) == (following.generation, State.COMPLETED, b"second")
 
 
@@ -226,7 +226,7 @@ async def test_a_waiter_that_comes_late_is_answered_by_the_previous_outcome(stag
     assert ended(await told(stage, run.generation, wait_s=0))[2] == b"first"
 
 
-async def test_several_waiters_of_one_id_are_each_told_their_own(stage: Stage) -> None:
+async def test_several_waiters_of_one_id_get_the_outcomes_of_their_generations(stage: Stage) -> None:
     run = await ask_and_run(stage)
     following = await stage.enqueue("a", update=Update())
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -240,7 +240,7 @@ async def test_several_waiters_of_one_id_are_each_told_their_own(stage: Stage) -
     assert [ended(waiter.result())[2] for waiter in new] == [b"second"] * 3
 
 
-async def test_a_waiter_is_not_woken_for_good_by_another_id(stage: Stage) -> None:
+async def test_waiter_is_not_answered_by_another_id(stage: Stage) -> None:
     run = await ask_and_run(stage)
 
     async def others() -> None:
@@ -249,24 +249,24 @@ async def test_a_waiter_is_not_woken_for_good_by_another_id(stage: Stage) -> Non
             await stage.complete(await stage.claim_one())
         await stage.complete(run, b"mine")
 
-    assert ended(await told_after(stage, run.generation, others))[2] == b"mine"
+    assert ended(await answer_after(stage, run.generation, others))[2] == b"mine"
 
 
-async def test_a_waiter_of_a_cancelled_job_is_told_so(stage: Stage) -> None:
+async def test_waiter_of_a_cancelled_job_gets_cancelled(stage: Stage) -> None:
     reply = await stage.enqueue("a")
-    assert await told_after(stage, reply.generation, stage.cancel) is JobCancelled
+    assert await answer_after(stage, reply.generation, stage.cancel) is JobCancelled
 
 
-async def test_a_waiter_of_a_cancelled_run_is_told_when_it_has_stopped(stage: Stage) -> None:
+async def test_waiter_of_a_cancelled_run_is_answered_when_the_run_has_stopped(stage: Stage) -> None:
     run = await ask_and_run(stage)
     await stage.cancel("a")
-    assert await told_after(stage, run.generation, lambda: stage.release(run)) is JobCancelled
+    assert await answer_after(stage, run.generation, lambda: stage.release(run)) is JobCancelled
 
 
-async def test_a_waiter_whose_next_is_dropped_is_told_at_once_while_the_run_goes_on(stage: Stage) -> None:
+async def test_waiter_of_a_dropped_next_is_answered_at_once_while_the_run_continues(stage: Stage) -> None:
     await ask_and_run(stage)
     following = await stage.enqueue("a", update=Update())
-    assert await told_after(stage, following.generation, stage.cancel) is JobCancelled
+    assert await answer_after(stage, following.generation, stage.cancel) is JobCancelled
     assert (await stage.the("a")).state is State.RUNNING
 
 
@@ -277,16 +277,16 @@ async def test_a_waiter_of_a_run_that_is_asked_to_cancel_may_still_see_it_comple
         await stage.cancel("a")
         await stage.complete(run, b"done")
 
-    assert ended(await told_after(stage, run.generation, lose_the_race))[2] == b"done"
+    assert ended(await answer_after(stage, run.generation, lose_the_race))[2] == b"done"
 
 
-async def test_a_waiter_of_a_job_that_is_purged_is_told_that_it_is_forgotten(stage: Stage) -> None:
+async def test_waiter_of_a_purged_job_gets_forgotten(stage: Stage) -> None:
     reply = await stage.enqueue("a")
-    told = await told_after(stage, reply.generation, lambda: stage.storage.purge("q", [State.WAITING]))
+    told = await answer_after(stage, reply.generation, lambda: stage.storage.purge("q", [State.WAITING]))
     assert told is JobForgotten
 
 
-async def test_a_wait_for_no_record_says_that_it_is_forgotten(stage: Stage) -> None:
+async def test_wait_without_a_record_gets_forgotten(stage: Stage) -> None:
     assert await told(stage, 1) is JobForgotten
     run = await ask_and_run(stage)
     await stage.complete(run, ttl=10)
@@ -294,7 +294,7 @@ async def test_a_wait_for_no_record_says_that_it_is_forgotten(stage: Stage) -> N
     assert await told(stage, run.generation) is JobForgotten
 
 
-async def test_a_wait_of_no_time_looks_once(stage: Stage) -> None:
+async def test_wait_of_zero_seconds_reads_once(stage: Stage) -> None:
     run = await ask_and_run(stage)
     async with asyncio.timeout(1):
         assert await told(stage, run.generation, wait_s=0) is WaitTimeout
@@ -320,9 +320,9 @@ async def test_a_wait_that_times_out_is_a_timeout_error_too(stage: Stage) -> Non
 # keeping the outcome for a waiter
 
 
-async def test_a_waiter_keeps_the_outcome_of_a_job_that_nobody_else_would_remember(stage: Stage) -> None:
+async def test_waiter_keeps_the_outcome_of_a_job_without_ttl(stage: Stage) -> None:
     run = await ask_and_run(stage)
-    outcome = await told_after(stage, run.generation, lambda: stage.complete(run, b"result", ttl=0))
+    outcome = await answer_after(stage, run.generation, lambda: stage.complete(run, b"result", ttl=0))
     assert ended(outcome)[2] == b"result"
 
 
@@ -330,7 +330,7 @@ async def test_a_waiter_asks_for_ten_seconds_more_than_it_waits(stage: Stage) ->
     run = await ask_and_run(stage)
     await told(stage, run.generation, wait_s=0)
     assert (await stage.the("a")).keep_until_at == stage.wall(10)
-    await told_after(stage, run.generation, lambda: stage.complete(run, ttl=0), wait_s=20)
+    await answer_after(stage, run.generation, lambda: stage.complete(run, ttl=0), wait_s=20)
     job = await stage.the("a")
     assert job.outcome is not None
     assert job.outcome.forget_at == stage.wall(30)
@@ -344,7 +344,7 @@ async def test_a_waiter_for_next_keeps_both_outcomes(stage: Stage) -> None:
         await stage.complete(run, b"first", ttl=0)
         await stage.complete(await stage.claim_one(), b"second", ttl=0)
 
-    assert ended(await told_after(stage, following.generation, complete_both))[2] == b"second"
+    assert ended(await answer_after(stage, following.generation, complete_both))[2] == b"second"
     assert ended(await told(stage, run.generation, wait_s=0))[2] == b"first"
 
 
@@ -362,7 +362,7 @@ async def test_a_wait_without_a_limit_asks_again_and_so_keeps_the_outcome(
         stage.clock.advance(59)
         await stage.complete(run, b"result", ttl=0)
 
-    assert ended(await told_after(stage, run.generation, run_for_long, wait_s=None))[2] == b"result"
+    assert ended(await answer_after(stage, run.generation, run_for_long, wait_s=None))[2] == b"result"
 
 
 async def test_a_wait_with_a_limit_asks_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +377,7 @@ async def test_a_wait_with_a_limit_asks_once(stage: Stage, monkeypatch: pytest.M
         assert (await stage.the("a")).keep_until_at == asked_until
         await stage.complete(run)
 
-    await told_after(stage, run.generation, go_on, wait_s=30)
+    await answer_after(stage, run.generation, go_on, wait_s=30)
 
 
 # lost hints
@@ -412,11 +412,13 @@ class Silence:
 
 
 @pytest.mark.parametrize("wait_s", [30, None])
-async def test_a_lost_hint_costs_one_look(stage: Stage, monkeypatch: pytest.MonkeyPatch, wait_s: float | None) -> None:
+async def test_wait_polls_when_its_hint_is_lost(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, wait_s: float | None
+) -> None:
     monkeypatch.setattr(waiters, "POLL_INTERVAL_S", 0.01)
     run = await ask_and_run(stage)
     deaf = Stage(Deaf(stage.storage), stage.clock)  # type: ignore[arg-type]
-    outcome = await told_after(deaf, run.generation, lambda: stage.complete(run, b"result", ttl=0), wait_s)
+    outcome = await answer_after(deaf, run.generation, lambda: stage.complete(run, b"result", ttl=0), wait_s)
     assert ended(outcome)[2] == b"result"
 
 
@@ -427,12 +429,12 @@ async def test_with_all_hints_lost_a_wait_still_ends_in_time(stage: Stage) -> No
         assert await told(deaf, run.generation, wait_s=0.05) is WaitTimeout
 
 
-async def test_a_hint_reaches_a_waiter_on_another_storage_of_the_same_place(
+async def test_hint_reaches_a_waiter_on_another_client_of_the_same_storage(
     stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path
 ) -> None:
     run = await ask_and_run(stage)
     async with harness.open(clock, tmp_path) as elsewhere:
-        outcome = await told_after(
+        outcome = await answer_after(
             Stage(elsewhere, clock), run.generation, lambda: stage.complete(run, b"from afar", ttl=0)
         )
     assert ended(outcome)[2] == b"from afar"
@@ -567,7 +569,7 @@ HINTS: dict[str, tuple[Arrange, Act, list[str]]] = {
 
 @pytest.mark.parametrize("only", ["all", "ready", "ends"])
 @pytest.mark.parametrize("name", HINTS)
-async def test_a_verb_gives_the_hints_that_it_should_and_a_topic_lets_its_own_through(
+async def test_verbs_publish_their_hints_and_topics_filter_them(
     stage: Stage, name: str, only: Literal["all", "ready", "ends"]
 ) -> None:
     arrange, act, kinds = HINTS[name]
@@ -581,7 +583,7 @@ async def test_a_verb_gives_the_hints_that_it_should_and_a_topic_lets_its_own_th
     ]
 
 
-async def test_a_topic_of_one_id_hears_of_no_other(stage: Stage) -> None:
+async def test_topic_of_one_id_gets_no_hints_of_others(stage: Stage) -> None:
     async with hearing(stage, Topic("q", "all", "b")) as heard:
         for id in "abc":
             await stage.enqueue(id)
@@ -590,7 +592,7 @@ async def test_a_topic_of_one_id_hears_of_no_other(stage: Stage) -> None:
         assert [(event.kind, event.id) for event in await heard()] == [("enqueued", "b"), ("cancelled", "b")]
 
 
-async def test_a_topic_of_one_queue_hears_of_no_other(stage: Stage) -> None:
+async def test_topic_of_one_queue_gets_no_hints_of_others(stage: Stage) -> None:
     other = Stage(stage.storage, stage.clock, "other")
     async with hearing(stage, Topic("q")) as heard:
         await other.enqueue("a")
@@ -598,7 +600,7 @@ async def test_a_topic_of_one_queue_hears_of_no_other(stage: Stage) -> None:
         assert [(event.queue, event.id) for event in await heard()] == [("q", "b")]
 
 
-async def test_a_listener_may_have_several_topics_and_hears_nothing_twice(stage: Stage) -> None:
+async def test_listener_with_several_topics_gets_each_hint_once(stage: Stage) -> None:
     async with hearing(stage, Topic("q", "ends"), Topic("q", "all", "a"), Topic("q/failed")) as heard:
         await stage.enqueue("a")
         await stage.enqueue("b")
@@ -643,14 +645,14 @@ async def test_a_hint_names_the_generation_that_it_is_about_and_when_it_is_due(s
     assert (promoted.kind, promoted.generation, promoted.run_at) == ("promoted", second.generation, stage.wall(7))
 
 
-async def test_a_claim_that_takes_a_job_back_and_gives_it_out_says_both_in_order(stage: Stage) -> None:
+async def test_claim_that_takes_back_and_leases_a_job_publishes_both_in_order(stage: Stage) -> None:
     await overdue(stage)
     async with hearing(stage, Topic("q")) as heard:
         await stage.claim()
         assert [event.kind for event in await heard()] == ["stalled", "claimed"]
 
 
-async def test_what_happened_before_a_subscription_is_not_heard(stage: Stage) -> None:
+async def test_subscription_gets_no_earlier_hints(stage: Stage) -> None:
     await stage.enqueue("a")
     async with hearing(stage, Topic("q")) as heard:
         assert await stage.cancel("a") is CancelResult.CANCELLED
@@ -659,7 +661,7 @@ async def test_what_happened_before_a_subscription_is_not_heard(stage: Stage) ->
 
 
 @pytest.mark.parametrize("wait_s", [-1, -60.0, float("nan"), float("inf")])
-async def test_a_wait_that_is_no_length_of_time_is_refused(stage: Stage, wait_s: float) -> None:
+async def test_wait_that_is_not_a_duration_is_refused(stage: Stage, wait_s: float) -> None:
     reply = await stage.enqueue("a")
     with pytest.raises(OptionError, match="wait"):
         await wait(stage.storage, "q", "a", reply.generation, wait_s=wait_s)

@@ -56,9 +56,7 @@ def told(errors: Iterable[tuple[str, int, str]]) -> Told:
 
 
 @pytest.mark.parametrize("ask", [ask_mypy, ask_pyright])
-def test_a_type_checker_accepts_what_is_right_and_sees_each_mistake(
-    ask: Callable[[Path], Told], tmp_path: Path
-) -> None:
+def test_type_checkers_accept_correct_code_and_report_each_mistake(ask: Callable[[Path], Told], tmp_path: Path) -> None:
     for file in FILES:
         shutil.copy(HERE / file, tmp_path)
     said = ask(tmp_path)
@@ -71,7 +69,7 @@ def test_a_type_checker_accepts_what_is_right_and_sees_each_mistake(
     assert len(marked) > 100
 
 
-def test_what_the_type_checkers_accept_also_runs() -> None:
+def test_code_accepted_by_type_checkers_runs() -> None:
     asyncio.run(correct.main())
     asyncio.run(correct.practise())
     assert "complete" in correct.seen

@@ -50,7 +50,7 @@ def test_a_target_is_a_module_and_a_name_in_it(target: str, parts: tuple[str, st
     "target",
     ["", ":", ":app", "shop/tasks.py", "shop-tasks:app", "shop..tasks:app", ".tasks:app", "shop:app:more", "shop:a b"],
 )
-def test_what_names_no_app_is_refused_with_an_example(target: str) -> None:
+def test_invalid_app_target_is_refused_with_an_example(target: str) -> None:
     with pytest.raises(OptionError, match=r"write module:name, like shop\.tasks:app"):
         parse_target(target)
 
@@ -76,7 +76,7 @@ def test_an_app_is_loaded_by_its_name_or_as_the_only_one(write: Write) -> None:
         ("empty:app", "module empty has no 'app'; it has no app"),
     ],
 )
-def test_what_is_not_there_is_named_with_what_is(write: Write, target: str, says: str) -> None:
+def test_missing_module_or_name_is_refused_with_the_existing_names(write: Write, target: str, says: str) -> None:
     write("two/__init__.py", APP + "first = Holdfast('memory://a')\nsecond = Holdfast('memory://b')\nnumber = 7\n")
     write("empty.py", "")
     with pytest.raises(OptionError) as raised:
@@ -94,7 +94,7 @@ def test_what_is_not_there_is_named_with_what_is(write: Write, target: str, says
         ("import broken\nbroken.more\n", "AttributeError"),
     ],
 )
-def test_a_module_that_fails_is_shown_with_the_users_own_lines(write: Write, text: str, says: str) -> None:
+def test_failing_module_is_shown_with_the_lines_of_the_user(write: Write, text: str, says: str) -> None:
     write("broken.py", text)
     with pytest.raises(OptionError) as raised:
         import_app("broken:app", Holdfast)
@@ -114,7 +114,7 @@ def test_an_app_is_found_in_the_module_that_has_it(write: Write) -> None:
     assert import_app(locate_app(place.app), Holdfast) is place.app
 
 
-def test_an_app_that_no_module_has_is_refused() -> None:
+def test_app_in_no_module_is_refused() -> None:
     hidden = Holdfast("memory://a")
     with pytest.raises(OptionError, match="define it at the top level of a module, or omit processes"):
         locate_app(hidden)

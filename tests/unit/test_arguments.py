@@ -129,13 +129,13 @@ def test_a_call_is_bound_as_python_binds_it_or_refused_as_python_refuses_it(
         (typed, (Report(date(2027, 1, 15)),), {"at": datetime(2027, 1, 15, tzinfo=UTC), "tags": {"a", "b"}}),
     ],
 )
-def test_a_function_sees_from_afar_what_it_would_see_here(
+def test_carried_arguments_equal_those_of_a_direct_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert seen_by(function, *carried(function, *args, **kwargs)) == seen_by(function, args, kwargs)
 
 
-def test_only_what_the_caller_gave_travels() -> None:
+def test_only_given_arguments_are_sent() -> None:
     arguments = Arguments("f", plain)
     assert arguments.encode(CODECS, JSON, arguments.by_name((1,), {})) == b'{"a":1}'
     assert arguments.encode(CODECS, JSON, arguments.by_name((1,), {"c": 2.0})) == b'{"a":1,"c":2.0}'
@@ -175,7 +175,7 @@ def test_arguments_that_cannot_be_sent_together_are_refused_together() -> None:
 @pytest.mark.parametrize(
     "data", [b'{"a":1,"z":1}', b'{"z":1,"a":1}', b'{"a":"wrong","z":1}', b'{"a":1,"y":2,"z":1}', b'{"z":1}']
 )
-def test_a_parameter_that_there_is_none_of_may_be_of_a_newer_producer(data: bytes) -> None:
+def test_unknown_parameter_raises_unknown_parameter(data: bytes) -> None:
     with pytest.raises(UnknownParameter, match=r"f has no parameter .*'z'"):
         Arguments("f", plain).decode(JSON, data)
 
@@ -209,14 +209,14 @@ def test_object_takes_anything() -> None:
     assert carried(anything, [1, "a"]) == ((), {"value": [1, "a"]})
 
 
-def test_what_an_annotation_demands_of_a_value_is_checked() -> None:
+def test_constraints_of_an_annotation_are_checked() -> None:
     arguments = Arguments("f", constrained)
     assert arguments.call(arguments.decode(JSON, b'{"n":1}')) == ((), {"n": 1})
     with pytest.raises(PayloadRejected, match=">= 1"):
         arguments.decode(JSON, b'{"n":0}')
 
 
-def test_a_default_may_stand_before_what_is_required() -> None:
+def test_parameter_with_default_may_precede_a_required_one() -> None:
     assert carried(keywords, b=2) == ((), {"a": 1, "b": 2})
 
 
@@ -274,12 +274,12 @@ def test_other_functions_do_not_get_the_whole_payload(function: Callable[..., An
 # Annotations
 
 
-def test_an_annotation_may_name_what_is_defined_later() -> None:
+def test_annotation_may_name_a_later_definition() -> None:
     assert carried(later, Defined_later(1)) == ((), {"item": Defined_later(1)})
     assert Arguments("f", later).returns is Defined_later
 
 
-def test_an_annotation_that_cannot_be_found_is_told_when_it_is_needed_and_not_before() -> None:
+def test_unresolvable_annotation_is_reported_only_when_it_is_needed() -> None:
     arguments = Arguments("reports.make", unfindable)
     assert arguments.by_name((1,), {}) == {"item": 1}
     assert arguments.encode(CODECS, JSON, {"item": 1}) == b'{"item":1}'
@@ -385,7 +385,7 @@ def test_different_arguments_never_make_the_same_id(
     assert same == ((a, b) == (c, d))
 
 
-def test_two_fields_that_touch_are_refused_when_the_task_is_defined() -> None:
+def test_adjacent_template_fields_are_refused_when_the_task_is_defined() -> None:
     with pytest.raises(OptionError, match=r"\{a\}\{b\}"):
         id_maker(Arguments("f", two), "{a}{b}")
 
@@ -406,7 +406,7 @@ def test_a_function_makes_ids_from_all_arguments_and_defaults() -> None:
 
 
 @pytest.mark.parametrize("gave", [None, 5, b"bytes"])
-def test_a_function_that_makes_no_text_is_refused(gave: Any) -> None:
+def test_id_function_that_does_not_return_text_is_refused(gave: Any) -> None:
     with pytest.raises(OptionError, match="ids of f returned"):
         make_id(plain, lambda **_: gave, 1)
 
@@ -429,7 +429,7 @@ def test_equal_content_and_only_equal_content_has_equal_ids(a: Any, b: Any) -> N
     assert len(content_id(a)) == 40
 
 
-def test_content_has_no_order_where_there_is_none() -> None:
+def test_content_id_ignores_the_order_of_dicts_and_sets() -> None:
     @dataclass
     class Unordered:
         y: int
@@ -442,7 +442,7 @@ def test_content_has_no_order_where_there_is_none() -> None:
     assert content_id("x", a=1) == content_id("x", {"a": 1})
 
 
-def test_the_id_of_content_is_for_ever() -> None:
+def test_content_id_is_stable_across_releases() -> None:
     assert content_id({"to": "ada", "n": 1}) == hashlib.sha256(b'{"n":1,"to":"ada"}').hexdigest()[:40]
 
 
@@ -452,7 +452,7 @@ def test_content_can_name_a_tasks_jobs() -> None:
 
 
 @pytest.mark.parametrize("content", [object(), float("nan"), {"a": [float("inf")]}, "\ud800"])
-def test_content_that_cannot_be_written_has_no_id(content: object) -> None:
+def test_content_that_cannot_be_encoded_has_no_id(content: object) -> None:
     with pytest.raises(PayloadRejected, match="content_id cannot encode"):
         content_id(content)
 

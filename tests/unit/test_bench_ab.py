@@ -58,7 +58,7 @@ def test_verdict_follows_from_both_bounds(low: float, high: float, expected: Ver
     assert verdict(Interval(1.0, low, high), 0.03) is expected
 
 
-def test_each_further_look_at_a_row_makes_the_interval_stricter() -> None:
+def test_each_further_check_of_a_row_makes_the_interval_stricter() -> None:
     assert [looks(20, most, 10) for most in (20, 21, 30, 40)] == [1, 2, 2, 3]
     assert Plan(20, 40, 8, 0.03).error == pytest.approx(0.05 / 3)
 

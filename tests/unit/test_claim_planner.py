@@ -64,7 +64,7 @@ def test_a_queue_that_has_much_capacity_gets_it_in_halves(size: int, claims: lis
     assert got == claims
 
 
-def test_what_runs_takes_units_and_gives_it_back() -> None:
+def test_run_takes_units_and_returns_them() -> None:
     one = planner(QueueLoad("q", size=40), capacity=100)
     one.started("q")
     orders = one.plan(0.0)
@@ -78,7 +78,7 @@ def test_what_runs_takes_units_and_gives_it_back() -> None:
     assert limits(one.plan(0.0)) == {"q": 2}
 
 
-def test_a_claim_that_is_on_its_way_keeps_units_for_what_it_may_bring() -> None:
+def test_pending_claim_reserves_units_for_its_jobs() -> None:
     one = planner(QueueLoad("a", size=10, concurrency=6), QueueLoad("b", size=10), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 5, "b": 5}
     assert (one.plan(0.0), one.idle) == ([], False)
@@ -119,7 +119,7 @@ def test_a_job_that_is_larger_than_everything_runs_alone() -> None:
 # By priority
 
 
-def test_a_higher_priority_takes_what_it_can_and_a_lower_one_the_rest() -> None:
+def test_higher_priority_takes_its_capacity_and_a_lower_one_the_rest() -> None:
     one = planner(QueueLoad("low", priority=1), QueueLoad("high", priority=2, concurrency=4), capacity=100)
     assert [(order.queue, order.limit) for order in one.plan(0.0)] == [("high", 4), ("low", 6)]
 
@@ -129,7 +129,7 @@ def test_a_higher_priority_that_can_use_everything_gets_everything() -> None:
     assert limits(one.plan(0.0)) == {"high": 10}
 
 
-def test_a_higher_priority_without_work_is_not_in_the_way() -> None:
+def test_higher_priority_without_jobs_takes_no_capacity() -> None:
     one = planner(QueueLoad("low", priority=1), QueueLoad("high", priority=2), capacity=100)
     one.claimed("high", 10, 0, 5.0)
     assert limits(one.plan(1.0)) == {"low": 10}
@@ -171,7 +171,7 @@ def test_a_queue_with_few_runs_is_served_before_one_with_many() -> None:
     assert limits(one.plan(0.0)) == {"idle": 1}
 
 
-def test_what_one_queue_leaves_is_for_the_next() -> None:
+def test_units_left_by_one_queue_go_to_the_next() -> None:
     one = planner(QueueLoad("a", concurrency=1), QueueLoad("b"), capacity=100)
     assert limits(one.plan(0.0)) == {"a": 1, "b": 9}
 
@@ -223,7 +223,7 @@ def test_no_queue_starves_whatever_the_priorities(priorities: list[int]) -> None
 
 
 @pytest.mark.parametrize("priority", [200, 100, 1])
-def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: int) -> None:
+def test_large_jobs_run_under_a_steady_load_of_small_ones(priority: int) -> None:
     one = planner(
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
@@ -240,7 +240,7 @@ def test_large_jobs_get_their_turn_beside_a_steady_load_of_small_ones(priority: 
 
 
 @pytest.mark.parametrize("priority", [200, 100])
-def test_a_large_job_is_not_overtaken_for_long_by_what_is_no_more_urgent(priority: int) -> None:
+def test_large_job_is_not_overtaken_for_long_by_equal_priorities(priority: int) -> None:
     one = planner(
         QueueLoad("large", size=100, priority=priority), QueueLoad("small", size=10, priority=100), capacity=100
     )
@@ -277,14 +277,14 @@ def test_a_turn_of_the_lowest_queue_takes_its_units_from_the_others(
 # When to look
 
 
-def test_a_claim_that_was_filled_may_have_left_work() -> None:
+def test_filled_claim_means_that_more_jobs_may_be_due() -> None:
     one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 10, 7.0)
     assert limits(one.plan(1.0)) == {"q": 10}
 
 
 @pytest.mark.parametrize("got", [0, 9])
-def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_named(got: int) -> None:
+def test_unfilled_claim_means_no_due_job_until_its_next_time(got: int) -> None:
     one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, got, 7.0)
     assert one.plan(6.9) == []
@@ -292,7 +292,7 @@ def test_a_claim_that_was_not_filled_left_nothing_until_the_time_it_named(got: i
     assert limits(one.plan(7.0)) == {"q": 10}
 
 
-def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
+def test_hint_makes_a_queue_claimable_at_once() -> None:
     one = planner(QueueLoad("q"), capacity=100)
     one.claimed("q", 10, 0, 7.0)
     one.wake("unknown")
@@ -301,7 +301,7 @@ def test_a_hint_makes_a_queue_worth_a_look_at_once() -> None:
     assert limits(one.plan(1.0)) == {"q": 10}
 
 
-def test_a_hint_that_comes_while_a_claim_is_on_its_way_is_not_forgotten() -> None:
+def test_hint_during_a_pending_claim_is_not_lost() -> None:
     one = planner(QueueLoad("q"), capacity=100)
     (order,) = one.plan(1.0)
     one.wake("q")
@@ -321,7 +321,7 @@ def test_the_next_claim_is_the_earliest_that_is_not_due_yet() -> None:
     assert one.next_claim_at(4.0) == NEVER
 
 
-def test_a_queue_of_which_nothing_is_known_is_asleep_while_it_has_capacity() -> None:
+def test_idle_queues_have_capacity_and_no_due_claim() -> None:
     one = planner(
         QueueLoad("full", concurrency=1), QueueLoad("asleep"), QueueLoad("later"), QueueLoad("due"), capacity=100
     )

@@ -70,7 +70,7 @@ def test_a_length_of_time_is_short(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(90, "in 90 s"), (0, "in 0.0 s"), (-3600, "60 min ago")])
-def test_a_point_in_time_says_how_far_it_is(seconds: int, text: str) -> None:
+def test_timestamp_shows_its_distance_from_now(seconds: int, text: str) -> None:
     now = datetime(2027, 1, 31, 8, tzinfo=UTC)
     at = now + timedelta(seconds=seconds)
     assert format_moment(at, (at - now).total_seconds()) == f"{at:%Y-%m-%d %H:%M:%S} UTC ({text})"
@@ -80,17 +80,17 @@ def test_a_point_in_time_says_how_far_it_is(seconds: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "plain", "żółć 日本 🙂", "a  b"])
-def test_what_can_be_shown_stays_as_it_is(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert escape_control(text) == text
 
 
-def test_what_a_terminal_obeys_is_spelled_out() -> None:
+def test_control_characters_are_escaped() -> None:
     spelled = "a\\x1b[2J\\x07\\x9b31m\\u202e\\r\\x7f\\u2028\\ufeff\\U000e0041\\udcff"
     assert escape_control(HOSTILE) == spelled
     assert escape_control("a\nb\tc\x00") == "a\\nb\\tc\\x00"
 
 
-def test_a_text_of_several_lines_keeps_them_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_several_lines_keeps_only_its_line_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     say("one\ntwo\rthree\x85\x1b[31m")
     assert capsys.readouterr().out == "one\ntwo\\rthree\\x85\\x1b[31m\n"
 

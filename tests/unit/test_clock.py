@@ -16,7 +16,7 @@ def test_the_system_clock_is_wall_time_in_microseconds() -> None:
     assert abs(SystemClock().now_us() - time.time() * SECOND) < SECOND
 
 
-def test_a_manual_clock_moves_when_told() -> None:
+def test_manual_clock_moves_only_on_advance() -> None:
     clock = ManualClock(at=5)
     clock.advance(1.5)
     clock.advance(-0.5)
@@ -39,7 +39,7 @@ def test_a_burst_of_stamps_does_not_move_the_time() -> None:
     assert time.tick(1000) == 1000
 
 
-def test_a_clock_that_falls_back_by_a_second_is_waited_out() -> None:
+def test_clock_that_falls_back_by_a_second_is_held() -> None:
     time = QueueTime()
     time.tick(10 * SECOND)
     assert time.tick(10 * SECOND - STEP_BACK_US) == 10 * SECOND
@@ -47,7 +47,7 @@ def test_a_clock_that_falls_back_by_a_second_is_waited_out() -> None:
     assert time.tick(10 * SECOND + 5) == 10 * SECOND + 5
 
 
-def test_a_clock_that_falls_back_by_more_is_a_step_and_time_flows_on() -> None:
+def test_clock_that_falls_back_by_more_is_a_step_and_time_continues() -> None:
     time = QueueTime()
     time.tick(10 * SECOND)
     assert time.tick(8 * SECOND) == 10 * SECOND
@@ -55,7 +55,7 @@ def test_a_clock_that_falls_back_by_more_is_a_step_and_time_flows_on() -> None:
     assert time.skew == 2 * SECOND
 
 
-def test_an_absolute_time_moves_with_a_step_unless_the_wall_had_shown_it_before() -> None:
+def test_absolute_time_moves_with_a_step_unless_the_clock_showed_it_before() -> None:
     time = QueueTime()
     time.tick(10 * SECOND)
     before = time.stamp()

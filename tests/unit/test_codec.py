@@ -151,7 +151,7 @@ def there_and_back(codecs: Codecs, value: object, type: Any, name: str) -> Any:
         ({"a": [1, None, "x", {"b": 1.5}]}, Any),
     ],
 )
-def test_a_value_comes_back_as_it_was(codecs: Codecs, name: str, value: object, type: Any) -> None:
+def test_value_survives_encoding_and_decoding(codecs: Codecs, name: str, value: object, type: Any) -> None:
     again = there_and_back(codecs, value, type, name)
     assert again == value
     assert again.__class__ is value.__class__
@@ -170,7 +170,7 @@ def test_a_value_comes_back_as_it_was(codecs: Codecs, name: str, value: object, 
         pytest.param(Computed(number=1), Computed, id="computed"),
     ],
 )
-def test_a_pydantic_model_comes_back(codecs: Codecs, name: str, value: object, type: Any) -> None:
+def test_pydantic_model_survives_encoding_and_decoding(codecs: Codecs, name: str, value: object, type: Any) -> None:
     assert there_and_back(codecs, value, type, name) == value
 
 
@@ -194,7 +194,7 @@ JSON = st.recursive(
 
 @patient
 @given(JSON, st.sampled_from(FORMATS))
-def test_every_json_value_comes_back_as_it_was(value: object, name: str) -> None:
+def test_every_json_value_survives_encoding_and_decoding(value: object, name: str) -> None:
     assert there_and_back(Codecs(), value, Any, name) == value
 
 
@@ -204,7 +204,7 @@ def test_object_is_anything(codecs: Codecs, name: str) -> None:
     assert there_and_back(codecs, [1, "a"], list[object], name) == [1, "a"]
 
 
-def test_an_annotation_that_cannot_be_hashed_is_read_all_the_same(codecs: Codecs) -> None:
+def test_unhashable_annotation_is_decoded(codecs: Codecs) -> None:
     assert codecs.decode("it", b"1", "json", Annotated[int, {"unit": "m"}]) == 1
 
 
@@ -236,12 +236,12 @@ def endless() -> list[object]:
         pytest.param(lambda bad: {"a": Gauge(value=bad)}, id="in a pydantic model"),
     ],
 )
-def test_no_number_that_is_none_hides_in_json(codecs: Codecs, around: Any, bad: float) -> None:
+def test_nan_and_infinity_are_refused_in_json(codecs: Codecs, around: Any, bad: float) -> None:
     with pytest.raises(PayloadRejected, match="the argument"):
         codecs.encode("the argument", around(bad))
 
 
-def test_null_in_a_text_is_no_reason_to_refuse_it(codecs: Codecs) -> None:
+def test_text_containing_null_is_accepted(codecs: Codecs) -> None:
     assert codecs.encode("it", Measured("null", {"null": [1.5]})) == b'{"label":"null","values":{"null":[1.5]}}'
 
 
@@ -261,7 +261,7 @@ def test_null_in_a_text_is_no_reason_to_refuse_it(codecs: Codecs) -> None:
         pytest.param(nested(100_000), "nested too deeply", id="very deep"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_with_its_name_and_a_reason(
+def test_value_that_cannot_be_encoded_is_refused_with_its_name_and_a_reason(
     codecs: Codecs, name: str, value: object, why: str
 ) -> None:
     with pytest.raises(PayloadRejected, match=why) as caught:
@@ -271,12 +271,12 @@ def test_what_cannot_be_sent_is_refused_with_its_name_and_a_reason(
 
 
 @pytest.mark.parametrize("key", [(1, 2), None, frozenset({1})])
-def test_json_has_no_keys_but_text_and_what_is_read_from_text(codecs: Codecs, key: object) -> None:
+def test_json_refuses_keys_that_cannot_be_written_as_text(codecs: Codecs, key: object) -> None:
     with pytest.raises(PayloadRejected, match="cannot be encoded"):
         codecs.encode("it", {key: 1})
 
 
-def test_the_limit_of_depth_is_exact_and_does_not_count_what_is_beside(codecs: Codecs) -> None:
+def test_depth_limit_is_exact_and_ignores_siblings(codecs: Codecs) -> None:
     assert codecs.decode("it", codecs.encode("it", nested(MAX_DEPTH)), "json") == nested(MAX_DEPTH)
     assert MAX_DEPTH == 64
     assert codecs.encode("it", [[1]] * 1000)
@@ -377,7 +377,7 @@ class Mute:
         raise NotImplementedError
 
 
-def test_a_codec_of_ones_own_is_used_by_its_name() -> None:
+def test_custom_codec_is_used_by_its_name() -> None:
     codecs = Codecs(Reversed())
     assert codecs.default.name == "reversed"
     assert codecs.encode("it", 123) == b"321"
@@ -385,7 +385,7 @@ def test_a_codec_of_ones_own_is_used_by_its_name() -> None:
     assert codecs.decode("it", b"123", "json", int) == 123
 
 
-def test_what_a_codec_of_ones_own_cannot_read_is_rejected(codecs: Codecs) -> None:
+def test_payload_that_a_custom_codec_cannot_decode_is_rejected(codecs: Codecs) -> None:
     codecs.add(Reversed())
     with pytest.raises(PayloadRejected, match="cannot be read as reversed of int"):
         codecs.decode("it", b"x", "reversed", int)
@@ -398,7 +398,7 @@ def test_an_unknown_codec_is_refused_and_the_known_ones_are_named(codecs: Codecs
             ask()
 
 
-def test_a_name_cannot_change_its_meaning(codecs: Codecs) -> None:
+def test_codec_name_cannot_be_given_to_another_codec(codecs: Codecs) -> None:
     with pytest.raises(OptionError, match="another codec named 'json'"):
         codecs.add(Impostor())
     codecs.add(Reversed())
@@ -407,14 +407,14 @@ def test_a_name_cannot_change_its_meaning(codecs: Codecs) -> None:
 
 
 @pytest.mark.parametrize("codec", [Clumsy(), Nameless(), Helpless(), Mute(), object(), None])
-def test_what_is_no_codec_is_refused(codecs: Codecs, codec: Any) -> None:
+def test_object_that_is_not_a_codec_is_refused(codecs: Codecs, codec: Any) -> None:
     with pytest.raises(OptionError, match="is not a codec"):
         codecs.add(codec)
 
 
 @patient
 @given(JSON)
-def test_the_canonical_json_of_a_value_is_one(value: object) -> None:
+def test_canonical_json_is_equal_for_equal_values(value: object) -> None:
     def turned(value: object) -> object:
         match value:
             case dict():

@@ -37,7 +37,7 @@ def test_a_first_crash_is_one_stall_and_the_job_runs_again_at_once(policy: Polic
     assert decode_error(settlement.error) == ERROR
 
 
-def test_later_crashes_make_it_wait_longer_each_time() -> None:
+def test_each_later_crash_makes_the_job_wait_longer() -> None:
     policy = replace(TASK, max_stalls=None)
     delays = []
     for stalls in (1, 2, 3, 4):
@@ -55,7 +55,7 @@ def test_a_limit_of_n_stalls_allows_n(stalls: int, limit: int, fails: bool, own:
     assert isinstance(settlement, Fail if fails else RetrySettlement)
 
 
-def test_a_job_that_crashed_too_often_fails_with_what_killed_it_and_tells_its_fail_handler() -> None:
+def test_job_that_crashed_too_often_fails_with_the_cause_and_a_follow_up() -> None:
     settlement = settled(replace(TASK, follows_up=True), 3)
     assert isinstance(settlement, Fail)
     assert decode_error(settlement.error) == replace(ERROR, attempts=4)
@@ -95,7 +95,7 @@ def test_a_job_runs_alone_if_it_stalled_twice_or_may_not_stall_again(
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
-def test_no_job_that_was_never_alone_is_failed_by_a_crash(limit: int) -> None:
+def test_crash_never_fails_a_job_that_did_not_run_alone(limit: int) -> None:
     """Its neighbours may have killed every process it ever ran in."""
     policy = replace(TASK, max_stalls=limit)
     for stalls in range(limit + 1):

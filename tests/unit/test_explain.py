@@ -38,7 +38,7 @@ def error(kind: Any = "retriable") -> bytes:
     return encode_error(JobError(type="ValueError", message="no such user", kind=kind))
 
 
-def test_a_job_that_nothing_holds_up_is_ready() -> None:
+def test_job_without_obstacles_is_ready() -> None:
     assert told(job()) == ["it is ready: the next worker with free capacity claims it"]
 
 
@@ -47,20 +47,20 @@ def test_a_job_that_is_due_at_this_instant_is_not_scheduled() -> None:
     assert told(job(run_at=NOW + 1)) != told(job(run_at=NOW))
 
 
-def test_a_scheduled_job_says_when_in_utc_and_how_long_that_is() -> None:
+def test_scheduled_job_shows_its_time_in_utc_and_the_remaining_time() -> None:
     assert told(job(run_at=NOW + 90 * SECOND)) == ["it is scheduled for 2027-01-15 08:01:30 UTC (in 90 s)"]
 
 
 @pytest.mark.parametrize(
     ("count", "what"), [("retries", "retried once"), ("timeouts", "timed out once"), ("stalls", "stalled once")]
 )
-def test_a_backoff_says_after_which_error(count: str, what: str) -> None:
+def test_backoff_shows_its_error(count: str, what: str) -> None:
     record = job(run_at=NOW + 90 * SECOND, error=error("timeout"), **{count: 1})
     until = "it waits for its backoff until 2027-01-15 08:01:30 UTC (in 90 s)"
     assert told(record) == [f"{until}, after ValueError: no such user (timeout)", f"it has been {what}"]
 
 
-def test_an_error_that_somebody_else_wrote_is_told_too() -> None:
+def test_error_that_is_not_json_is_shown() -> None:
     record = job(run_at=NOW + SECOND, error=b"\xff no JSON", retries=1)
     assert told(record)[0].endswith("after Error: \ufffd no JSON (retriable)")
 
@@ -70,12 +70,12 @@ def test_a_job_with_an_error_but_no_count_is_only_scheduled() -> None:
     assert told(job(run_at=NOW + SECOND, error=error()))[0].startswith("it is scheduled for")
 
 
-def test_counts_are_told_in_words() -> None:
+def test_counts_are_written_in_words() -> None:
     happened = told(job(retries=2, timeouts=1, stalls=3))[-1]
     assert happened == "it has been retried 2 times, timed out once, stalled 3 times"
 
 
-def test_the_last_error_of_a_job_that_is_due_again_is_told() -> None:
+def test_last_error_of_a_job_that_is_due_again_is_shown() -> None:
     happened = told(job(retries=2, error=error()))[-1]
     assert happened == "it has been retried 2 times, the last time with ValueError: no such user (retriable)"
 
@@ -85,7 +85,7 @@ def test_a_paused_queue_says_why_if_that_is_known() -> None:
     assert told(job(), queue("postman", paused=True, reason="no stamps")) == ["the queue is paused: no stamps"]
 
 
-def test_a_queue_without_a_worker_says_so_also_if_it_is_not_known() -> None:
+def test_queue_without_a_worker_is_reported_even_if_unknown() -> None:
     assert told(job(), queue()) == ["no live worker serves this queue"]
     assert reasons(job(), NOW, None, (0, True), alive=set()) == ["no live worker serves this queue"]
 
@@ -103,7 +103,7 @@ def test_jobs_in_front_are_counted(ahead: tuple[int, bool], sentence: str) -> No
     assert reasons(job(), NOW, queue("postman"), ahead, alive=set()) == [sentence]
 
 
-async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bounded_count_is_shown_as_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many jobs before it are not due, and do not count, but have to be looked at."""
     monkeypatch.setattr("holdfast.cli.reasons.MOST_AHEAD", 100)
     async with Holdfast("memory://") as app:
@@ -114,7 +114,7 @@ async def test_a_count_that_was_given_up_says_at_least(monkeypatch: pytest.Monke
         assert "at least 1 job in front of it" in (await explain(app.storage, "emails", "last")).reasons
 
 
-def test_all_that_holds_a_job_up_is_told() -> None:
+def test_every_reason_that_delays_a_job_is_shown() -> None:
     record = job(run_at=NOW + SECOND, error=error(), retries=1)
     sentences = told(record, queue(paused=True, reason="no stamps"), ahead=3)
     beginnings = [
@@ -131,11 +131,11 @@ def running(until_s: float = 10, worker: str = "postman", **fields: Any) -> Job:
     return job(attempts=2, run=StoredLease(worker, 7, 10_000, NOW + round(until_s * SECOND), **fields))
 
 
-def test_a_running_job_says_where() -> None:
+def test_running_job_shows_its_worker() -> None:
     assert told(running()) == ["it runs on worker postman, attempt 2"]
 
 
-def test_the_lease_of_a_worker_that_is_not_announced_is_told() -> None:
+def test_lease_of_an_unannounced_worker_is_shown() -> None:
     lease = "its lease lasts until 2027-01-15 08:00:10 UTC (in 10 s)"
     assert told(running(worker="pull-1")) == ["it runs on worker pull-1, attempt 2", lease]
 
@@ -148,7 +148,7 @@ def test_an_expired_lease_is_taken_back_soon(record: Job) -> None:
     assert unheard == [f"{by}; its worker sends no heartbeats"]
 
 
-def test_a_run_that_is_asked_to_stop_and_is_followed_says_both() -> None:
+def test_run_with_cancel_request_and_next_shows_both() -> None:
     record = running(cancel_asked=True, next=Next(NOW, WORK, NOW, NOW))
     asked, deferred = told(record)[1:]
     assert asked == "it was asked to stop, and has not stopped yet"
@@ -163,7 +163,7 @@ def test_a_run_that_is_asked_to_stop_and_is_followed_says_both() -> None:
         (State.CANCELLED, 0, "it was cancelled, after 0 runs"),
     ],
 )
-def test_a_job_that_has_ended_says_how_and_until_when_it_is_remembered(state: State, attempts: int, first: str) -> None:
+def test_finished_job_shows_its_outcome_and_its_expiry(state: State, attempts: int, first: str) -> None:
     failed = state is State.FAILED
     outcome = Outcome(NOW, state, NOW - SECOND, NOW + 60 * SECOND, error=error("permanent") if failed else None)
     retry = ["`holdfast retry` runs it once more"] if failed else []

@@ -40,7 +40,7 @@ def test_runs_spread_over_hosts_evenly() -> None:
 
 
 @pytest.mark.parametrize("brought", [2, 6, 30])
-def test_what_a_claim_brings_spreads_over_the_hosts_it_was_planned_for(brought: int) -> None:
+def test_claimed_jobs_spread_over_the_planned_hosts(brought: int) -> None:
     one = planner(QueueLoad("q"), hosts=3)
     (order,) = one.plan(0.0)
     assert order.limit == 30
@@ -66,7 +66,7 @@ def test_a_run_goes_into_the_host_that_has_most_free() -> None:
     assert start(one, "small") == 1  # 50 and 40.
 
 
-def test_a_run_finds_no_host_where_less_is_free_than_it_takes() -> None:
+def test_run_larger_than_every_free_capacity_gets_no_host() -> None:
     one = planner(QueueLoad("large", size=60), QueueLoad("small", size=30))
     for _ in range(4):
         start(one, "small")
@@ -76,7 +76,7 @@ def test_a_run_finds_no_host_where_less_is_free_than_it_takes() -> None:
     assert one.find_host("large") == 2
 
 
-def test_what_is_larger_than_a_host_needs_an_empty_one() -> None:
+def test_run_larger_than_a_host_needs_an_empty_one() -> None:
     one = planner(QueueLoad("huge", size=5_000), QueueLoad("small", size=1), hosts=1)
     start(one, "small")
     assert one.find_host("huge") is None
@@ -85,7 +85,7 @@ def test_what_is_larger_than_a_host_needs_an_empty_one() -> None:
     assert one.find_host("small") is None
 
 
-def test_a_queue_gets_what_fits_into_each_host_and_not_into_their_sum() -> None:
+def test_queue_gets_jobs_that_fit_into_one_host_and_not_into_their_sum() -> None:
     assert limits(planner(QueueLoad("q", size=60), hosts=3).plan(0.0)) == {"q": 3}
     assert limits(planner(QueueLoad("q", size=30), hosts=3).plan(0.0)) == {"q": 9}
 
@@ -96,7 +96,7 @@ def test_concurrency_holds_over_all_hosts() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(60, 30), (70, 40), (90, 20, 10)])
-def test_what_a_plan_asks_for_finds_a_host_in_whatever_order_it_comes(sizes: tuple[int, ...]) -> None:
+def test_planned_jobs_find_a_host_in_any_order(sizes: tuple[int, ...]) -> None:
     """Claims are sent side by side, and nobody knows which comes back first."""
     asked = limits(planner(*(QueueLoad(str(size), size=size) for size in sizes)).plan(0.0))
     for order in permutations(asked):
@@ -144,7 +144,7 @@ def test_a_new_host_adds_its_capacity() -> None:
     assert (one.units, limits(one.plan(0.0)), one.find_host("q")) == (100, {"q": 10}, 7)
 
 
-def test_a_host_that_shuts_takes_no_more_and_keeps_what_it_has() -> None:
+def test_closing_host_takes_no_new_runs_and_keeps_its_current_ones() -> None:
     one = planner(QueueLoad("q"))
     assert [start(one, "q"), start(one, "q")] == [1, 2]
     one.close_host(1)
@@ -191,7 +191,7 @@ def test_a_worker_whose_hosts_are_all_unresponsive_claims_nothing() -> None:
 # Alone
 
 
-def test_a_run_that_must_be_isolated_gets_a_spare_host_and_no_neighbours() -> None:
+def test_isolated_run_gets_a_spare_host_without_other_runs() -> None:
     one = planner(QueueLoad("q"), hosts=1)
     assert one.find_host("q", isolated=True) is None  # Others must not have to wait for it.
     one.open_host(2, spare=True)
@@ -205,7 +205,7 @@ def test_a_run_that_must_be_isolated_gets_a_spare_host_and_no_neighbours() -> No
     assert one.find_host("q", isolated=True) == 2
 
 
-def test_unplaced_suspects_keep_no_units_from_others_and_are_limited() -> None:
+def test_unplaced_isolated_jobs_reserve_no_units_and_are_limited() -> None:
     one = planner(QueueLoad("q"), QueueLoad("other"), hosts=1)
     for _ in range(MAX_SUSPECTS):
         assert "q" in limits(one.plan(0.0))
@@ -218,7 +218,7 @@ def test_unplaced_suspects_keep_no_units_from_others_and_are_limited() -> None:
     assert limits(one.plan(0.0)) == {"q": 5, "other": 5}
 
 
-def test_a_host_that_shuts_takes_nobody_who_must_be_isolated() -> None:
+def test_closing_host_takes_no_isolated_job() -> None:
     one = planner(QueueLoad("q"), hosts=1)
     one.close_host(1)
     assert one.find_host("q", isolated=True) is None
@@ -268,7 +268,7 @@ def test_a_queue_that_is_left_is_claimed_from_no_more_and_its_runs_end_as_usual(
     one.leave("never served")
 
 
-def test_a_queue_that_is_left_during_a_claim_is_forgotten_when_that_comes_back() -> None:
+def test_queue_left_during_a_claim_is_forgotten_when_the_claim_returns() -> None:
     one = planner(QueueLoad("q"))
     (order,) = one.plan(0.0)
     one.leave("q")
@@ -287,7 +287,7 @@ def test_an_unplaced_job_of_a_queue_that_was_left_keeps_its_units() -> None:
     assert limits(one.plan(0.0)) == {"other": 6}
 
 
-def test_a_queue_that_is_served_again_knows_what_still_runs() -> None:
+def test_queue_served_again_counts_its_old_runs() -> None:
     one = planner(QueueLoad("q", concurrency=3))
     start(one, "q")
     one.leave("q")
@@ -297,7 +297,7 @@ def test_a_queue_that_is_served_again_knows_what_still_runs() -> None:
 
 
 @pytest.mark.parametrize(("size", "used", "more"), [(10, 20, 18), (5, 10, 38), (50, 100, 2), (500, 200, 0)])
-def test_a_size_that_changes_holds_for_what_runs_already(size: int, used: int, more: int) -> None:
+def test_changed_size_applies_to_current_runs(size: int, used: int, more: int) -> None:
     one = planner(QueueLoad("q"))
     hosts = [start(one, "q"), start(one, "q")]
     one.serve(QueueLoad("q", size=size))
@@ -308,7 +308,7 @@ def test_a_size_that_changes_holds_for_what_runs_already(size: int, used: int, m
     assert (one.used, one.runs) == (0, 0)
 
 
-def test_a_host_that_is_overfull_since_a_size_changed_keeps_no_other_host_empty() -> None:
+def test_overfull_host_after_a_size_change_keeps_no_other_host_empty() -> None:
     one = planner(QueueLoad("grown"), QueueLoad("q"), hosts=1)
     for _ in range(10):
         start(one, "grown")

@@ -22,7 +22,7 @@ def test_ids_are_unique_and_sort_by_the_time_they_were_made() -> None:
         assert max(earlier) < min(later)
 
 
-def test_an_id_needs_no_quotes_in_a_shell_and_is_no_option() -> None:
+def test_generated_id_needs_no_shell_quotes_and_does_not_look_like_an_option() -> None:
     for _ in range(1000):
         id = new_id()
         assert len(id) == 22

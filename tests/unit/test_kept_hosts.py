@@ -77,7 +77,7 @@ def test_others_are_held_back_for_a_minute_and_not_longer(priority: int) -> None
     assert quick_claims(planner, 10, now=61.0) == 10
 
 
-def test_after_a_minute_in_vain_a_host_is_not_kept_for_another_minute() -> None:
+def test_host_kept_for_a_minute_without_use_is_not_kept_for_another_minute() -> None:
     planner = blocked()
     quick_claims(planner, MAX_SKIPPED + 1)
     assert quick_claims(planner, 100, now=61.0) == 100
@@ -135,7 +135,7 @@ def test_between_two_kept_hosts_other_queues_get_their_turn() -> None:
     assert claims.count("small") == 6 * MAX_SKIPPED
 
 
-def test_a_host_is_kept_where_no_given_up_run_is_in_the_way() -> None:
+def test_kept_host_is_one_without_abandoned_runs() -> None:
     planner = make_planner(100, [QueueLoad("large", 100), QueueLoad("stuck", 10), QueueLoad("quick")], hosts=(1, 2))
     planner.claimed("stuck", 1, 0, NEVER)
     planner.started("stuck", 1)

@@ -54,7 +54,7 @@ def test_a_record_is_in_the_phase_that_its_parts_name(job: Job | None, phase: Ph
 
 
 @pytest.mark.parametrize(("late_us", "there"), [(-1, True), (0, False), (1, False), (DAY_US, False)])
-def test_a_write_lets_go_of_a_previous_outcome_from_its_forget_time_on(late_us: int, there: bool) -> None:
+def test_write_drops_a_previous_outcome_from_its_forget_time_on(late_us: int, there: bool) -> None:
     job = replace(WAITING, previous=ended(State.COMPLETED, forget_at=NOW))
     assert (lifecycle.tidy(job, NOW + late_us).previous is not None) is there
 
@@ -77,13 +77,13 @@ def test_keep_is_answered_from_the_cache_until_dedup_ttl_and_never_after(late_us
     assert reply.placed is placed
 
 
-def test_a_damaged_record_is_a_failure_that_is_listed_for_a_week_with_what_is_left_of_it() -> None:
+def test_damaged_record_is_listed_as_a_failure_for_a_week() -> None:
     job = lifecycle.damaged("a", b"left", NOW)
     assert (job.state, job.payload) == (State.FAILED, b"left")
     assert job.outcome == Outcome(NOW, State.FAILED, NOW, NOW + 7 * DAY_US, error=lifecycle.DAMAGED)
 
 
-def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_never_less_than_a_minute() -> None:
+def test_cancelled_job_is_kept_an_hour_by_default_and_at_least_a_minute() -> None:
     for ttl_ms, remembered_us in ((None, 3_600_000_000), (0, 60_000_000), (120_000, 120_000_000)):
         step, _ = lifecycle.cancel(replace(WAITING, work=Work(b"1", result_ttl_ms=ttl_ms)), NOW)
         assert step.job is not None
@@ -103,13 +103,13 @@ def test_a_cancelled_job_without_a_ttl_of_its_own_is_remembered_for_an_hour_and_
         (replace(WAITING, outcome=ended(State.FAILED)), NOW + 1, Answer.DROPPED),
     ],
 )
-def test_a_waiter_is_told_the_oldest_outcome_that_is_not_older_than_its_request(
+def test_waiter_gets_the_oldest_outcome_not_older_than_its_request(
     job: Job | None, generation: int, told: Outcome | Answer
 ) -> None:
     assert lifecycle.answer(job, generation) == told
 
 
-def test_of_two_outcomes_the_older_answers_whom_it_can() -> None:
+def test_older_of_two_outcomes_answers_requests_up_to_its_generation() -> None:
     earlier, later = ended(State.COMPLETED, generation=NOW - 10), ended(State.FAILED)
     job = replace(WAITING, previous=earlier, outcome=later)
     assert lifecycle.answer(job, NOW - 20) == earlier

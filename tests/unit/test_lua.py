@@ -57,7 +57,7 @@ def constant(name: str) -> float:
     raise LookupError(name)
 
 
-def test_the_shipped_library_knows_only_the_servers_clock() -> None:
+def test_shipped_library_uses_only_the_server_clock() -> None:
     servers, _ = servers_from_url("redis://localhost", "redis://localhost")
     shipped = Calls(servers, "client", None, 1.0)._library
     assert BODY.count(CLOCK) == BODY.count("TIME'") == 1
@@ -66,7 +66,7 @@ def test_the_shipped_library_knows_only_the_servers_clock() -> None:
     assert not re.search(r"os\.(time|clock|date)|math\.random", BODY)
 
 
-def test_only_a_storage_with_a_clock_of_its_own_injects_it() -> None:
+def test_only_a_storage_with_its_own_clock_injects_it() -> None:
     servers, _ = servers_from_url("redis://localhost", "redis://localhost")
     injected = Calls(servers, "client", ManualClock(), 1.0)._library
     assert INJECTED_CLOCK in injected.text
@@ -79,7 +79,7 @@ def test_another_release_has_another_name_on_the_server() -> None:
     assert Library(SOURCES, False).name == Library(SOURCES, False).name
 
 
-def test_no_command_looks_at_a_whole_queue_or_at_all_keys() -> None:
+def test_no_command_reads_a_whole_queue_or_all_keys() -> None:
     assert {"ZRANGE", "HMGET", "ZADD"} <= COMMANDS
     assert {"HGETALL"} == COMMANDS & WHOLE
     assert re.findall(r"call\('HGETALL', (.*?)\)", BODY) == ["QUEUE .. ':workers'"]
@@ -87,7 +87,7 @@ def test_no_command_looks_at_a_whole_queue_or_at_all_keys() -> None:
     assert not re.search(r"call\([^)]*, -1[,)]", BODY)
 
 
-def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
+def test_only_enqueue_is_refused_by_a_full_server() -> None:
     library = Library(SOURCES, False)
     assert re.findall(r"function_name = (.*?), callback = calls.run(.*?)}", REGISTER) == [
         ("NAME .. '_enqueue'", ""),
@@ -104,11 +104,11 @@ def test_only_what_enqueues_is_refused_by_a_full_server() -> None:
         *("MAX_STALL_DELAY_MS", "STEP_BACK_US", "MAX_STEPS"),
     ],
 )
-def test_the_library_has_the_machines_lengths(name: str) -> None:
+def test_library_durations_equal_those_of_python(name: str) -> None:
     assert constant(name) == getattr(clock if name in ("STEP_BACK_US", "MAX_STEPS") else lifecycle, name)
 
 
-def test_the_library_agrees_with_the_machine_on_numbers_and_names() -> None:
+def test_library_limits_and_enums_equal_those_of_python() -> None:
     assert lifecycle.DAMAGED.decode() in BODY
     assert constant("MAX_CALL_BYTES") == validation.MAX_CALL_BYTES
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
@@ -132,7 +132,7 @@ OTHERWISE = {"due": "due_of", "end": "finish"}
 """`end` is a word of Lua's own."""
 
 
-def test_every_decision_of_the_machine_has_its_namesake() -> None:
+def test_every_python_lifecycle_function_has_a_lua_function() -> None:
     tree = ast.parse(inspect.getsource(lifecycle))
     names = {node.name.lstrip("_") for node in tree.body if isinstance(node, ast.FunctionDef)} - NOT_IN_LUA
     defined = set(re.findall(r"(?m)^(?:local )?function (?:lifecycle\.)?(\w+)\(", SOURCES["lifecycle"]))

@@ -36,7 +36,7 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]) 
 UNSENDABLE = Finished(7, Raised(JobError(type="E", message="m", details=2**70)))
 
 
-class Ear:
+class Receiver:
     """A link, and what it has told."""
 
     def __init__(self) -> None:
@@ -61,23 +61,23 @@ class Ear:
 
 
 @pytest.fixture
-async def ends() -> AsyncIterator[tuple[Ear, socket.socket]]:
+async def ends() -> AsyncIterator[tuple[Receiver, socket.socket]]:
     """A link, and a bare socket at its other end."""
-    ear = Ear()
+    receiver = Receiver()
     here, there = socket.socketpair()
-    await ear.link.connect(here)
-    yield ear, there
-    ear.link.close()
+    await receiver.link.connect(here)
+    yield receiver, there
+    receiver.link.close()
     there.close()
     await asyncio.sleep(0)
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[Ear, Ear]]:
+async def pair() -> AsyncIterator[tuple[Receiver, Receiver]]:
     """Two links that are connected."""
-    one, other = Ear(), Ear()
-    for ear, end in zip((one, other), socket.socketpair(), strict=True):
-        await ear.link.connect(end)
+    one, other = Receiver(), Receiver()
+    for receiver, end in zip((one, other), socket.socketpair(), strict=True):
+        await receiver.link.connect(end)
     yield one, other
     one.link.close()
     other.link.close()
@@ -88,46 +88,46 @@ def frame(*messages: Any) -> bytes:
     return encode(list(messages))
 
 
-async def test_a_frame_may_come_byte_by_byte(ends: tuple[Ear, socket.socket]) -> None:
-    ear, there = ends
+async def test_a_frame_may_come_byte_by_byte(ends: tuple[Receiver, socket.socket]) -> None:
+    receiver, there = ends
     data = frame(Pong(1), Progress(2, b"half"))
     for at in range(len(data)):
-        assert ear.heard == []
+        assert receiver.heard == []
         there.sendall(data[at : at + 1])
         await asyncio.sleep(0.001)
-    await until(lambda: ear.heard == [Pong(1), Progress(2, b"half")])
-    assert ear.broken == []
+    await until(lambda: receiver.heard == [Pong(1), Progress(2, b"half")])
+    assert receiver.broken == []
 
 
-async def test_frames_may_be_split_anywhere(ends: tuple[Ear, socket.socket]) -> None:
-    ear, there = ends
+async def test_frames_may_be_split_anywhere(ends: tuple[Receiver, socket.socket]) -> None:
+    receiver, there = ends
     data = frame(Pong(1)) + frame(Pong(2), Pong(3)) + frame(Pong(4))
     for at in range(1, len(data)):
-        ear.heard.clear()
+        receiver.heard.clear()
         there.sendall(data[:at])
-        await until(lambda: bool(ear.heard) or ear.link.part_since is not None)
+        await until(lambda: bool(receiver.heard) or receiver.link.part_since is not None)
         there.sendall(data[at:])
-        await until(lambda: len(ear.heard) == 4)
-        assert ear.heard == [Pong(1), Pong(2), Pong(3), Pong(4)]
-        assert ear.link.part_since is None
-    assert ear.broken == []
+        await until(lambda: len(receiver.heard) == 4)
+        assert receiver.heard == [Pong(1), Pong(2), Pong(3), Pong(4)]
+        assert receiver.link.part_since is None
+    assert receiver.broken == []
 
 
-async def test_a_link_knows_since_when_it_has_half_a_frame(ends: tuple[Ear, socket.socket]) -> None:
-    ear, there = ends
-    assert ear.link.part_since is None
+async def test_link_records_when_a_partial_frame_began(ends: tuple[Receiver, socket.socket]) -> None:
+    receiver, there = ends
+    assert receiver.link.part_since is None
     began = asyncio.get_running_loop().time()
     there.sendall(frame(Pong(1))[:3])
-    await until(lambda: ear.link.part_since is not None)
-    first = ear.link.part_since
+    await until(lambda: receiver.link.part_since is not None)
+    first = receiver.link.part_since
     assert first is not None
     assert first >= began
     there.sendall(frame(Pong(1))[3:5])
     await asyncio.sleep(0.05)
-    assert ear.link.part_since > first  # It is the last byte that counts: a large frame may take its time.
+    assert receiver.link.part_since > first  # It is the last byte that counts: a large frame may take its time.
     there.sendall(frame(Pong(1))[5:] + frame(Pong(2))[:3])
-    await until(lambda: ear.heard == [Pong(1)])
-    assert ear.link.part_since > first  # This is the half of another one.
+    await until(lambda: receiver.heard == [Pong(1)])
+    assert receiver.link.part_since > first  # This is the half of another one.
 
 
 @pytest.mark.parametrize(
@@ -147,44 +147,44 @@ async def test_a_link_knows_since_when_it_has_half_a_frame(ends: tuple[Ear, sock
     ],
     ids=["too long", "ones", "empty", "text", "reserved", "deep", "begin", "leave", "type", "union", "then empty"],
 )
-async def test_what_is_no_frame_ends_the_link(ends: tuple[Ear, socket.socket], data: bytes, says: str) -> None:
-    ear, there = ends
+async def test_invalid_frame_ends_the_link(ends: tuple[Receiver, socket.socket], data: bytes, says: str) -> None:
+    receiver, there = ends
     there.sendall(data)
-    await until(lambda: bool(ear.broken))
-    assert says in ear.broken[0]
+    await until(lambda: bool(receiver.broken))
+    assert says in receiver.broken[0]
     there.settimeout(5)
     assert there.recv(1) == b""
 
 
-async def test_what_came_before_garbage_counts_and_what_comes_after_it_does_not(
-    ends: tuple[Ear, socket.socket],
+async def test_messages_before_garbage_arrive_and_later_ones_do_not(
+    ends: tuple[Receiver, socket.socket],
 ) -> None:
-    ear, there = ends
+    receiver, there = ends
     there.sendall(frame(Pong(1)) + struct.pack("!I", 1) + b"\xc1" + frame(Pong(2)))
-    await until(lambda: bool(ear.broken))
+    await until(lambda: bool(receiver.broken))
     await asyncio.sleep(0.02)
-    assert ear.heard == [Pong(1)]
+    assert receiver.heard == [Pong(1)]
 
 
 @pytest.mark.parametrize("sent", [0, 2, 6])
-async def test_half_a_frame_and_the_end_is_the_end(ends: tuple[Ear, socket.socket], sent: int) -> None:
-    ear, there = ends
+async def test_partial_frame_at_the_end_ends_the_link(ends: tuple[Receiver, socket.socket], sent: int) -> None:
+    receiver, there = ends
     there.sendall(frame(Pong(1))[:sent])
     there.close()
-    await until(lambda: bool(ear.lost))
-    assert (ear.lost, ear.broken, ear.heard) == ([""], [], [])
+    await until(lambda: bool(receiver.lost))
+    assert (receiver.lost, receiver.broken, receiver.heard) == ([""], [], [])
 
 
-async def test_what_is_said_in_one_turn_travels_in_one_frame(ends: tuple[Ear, socket.socket]) -> None:
-    ear, there = ends
+async def test_messages_of_one_loop_iteration_share_one_frame(ends: tuple[Receiver, socket.socket]) -> None:
+    receiver, there = ends
     for number in range(100):
-        ear.link.send(Pong(number))
+        receiver.link.send(Pong(number))
     await asyncio.sleep(0)
     (size,) = struct.unpack("!I", there.recv(4))
     assert msgspec.msgpack.decode(there.recv(size), type=list[FromChild]) == [Pong(number) for number in range(100)]
 
 
-async def test_what_cannot_be_sent_is_told_and_its_companions_arrive_in_order(pair: tuple[Ear, Ear]) -> None:
+async def test_unsendable_message_is_reported_and_the_others_arrive_in_order(pair: tuple[Receiver, Receiver]) -> None:
     one, other = pair
     for message in (Pong(1), UNSENDABLE, Pong(2), UNSENDABLE, Pong(3)):
         one.link.send(message)
@@ -194,7 +194,7 @@ async def test_what_cannot_be_sent_is_told_and_its_companions_arrive_in_order(pa
     assert one.broken == other.broken == []
 
 
-async def test_what_is_said_in_place_of_what_cannot_be_sent_arrives(pair: tuple[Ear, Ear]) -> None:
+async def test_replacement_of_an_unsendable_message_arrives(pair: tuple[Receiver, Receiver]) -> None:
     one, other = pair
     link: ChildChannel[FromChild] = one.link
     one.instead = Progress(7, b"instead")
@@ -206,7 +206,7 @@ async def test_what_is_said_in_place_of_what_cannot_be_sent_arrives(pair: tuple[
     assert other.heard == [Pong(2), Progress(7, b"instead"), Progress(7, b"instead")]
 
 
-async def test_messages_that_are_too_much_for_one_frame_travel_in_several(pair: tuple[Ear, Ear]) -> None:
+async def test_messages_too_large_for_one_frame_use_several(pair: tuple[Receiver, Receiver]) -> None:
     one, other = pair
     one.link.limit = other.link.limit = 1_000
     said = [Progress(number, bytes(number * 10)) for number in range(90)]
@@ -217,7 +217,7 @@ async def test_messages_that_are_too_much_for_one_frame_travel_in_several(pair: 
     assert other.broken == []
 
 
-async def test_one_message_that_is_too_long_costs_no_other(pair: tuple[Ear, Ear]) -> None:
+async def test_too_long_message_does_not_affect_others(pair: tuple[Receiver, Receiver]) -> None:
     one, other = pair
     one.link.limit = other.link.limit = 1_000
     said = [Pong(1), Progress(2, bytes(2_000)), Pong(3)]
@@ -230,7 +230,7 @@ async def test_one_message_that_is_too_long_costs_no_other(pair: tuple[Ear, Ear]
     assert isinstance(error, OverflowError)
 
 
-async def test_megabytes_arrive_whole(pair: tuple[Ear, Ear]) -> None:
+async def test_megabytes_arrive_whole(pair: tuple[Receiver, Receiver]) -> None:
     one, other = pair
     said = [Finished(number, Returned(bytes([number]) * 3_000_000)) for number in range(5)]
     for message in said:
@@ -239,13 +239,13 @@ async def test_megabytes_arrive_whole(pair: tuple[Ear, Ear]) -> None:
     assert other.heard == said
 
 
-async def test_what_is_said_into_a_link_that_has_ended_is_lost_in_silence(ends: tuple[Ear, socket.socket]) -> None:
-    ear, there = ends
+async def test_message_to_an_ended_link_is_dropped_silently(ends: tuple[Receiver, socket.socket]) -> None:
+    receiver, there = ends
     there.close()
-    await until(lambda: bool(ear.lost))
-    ear.link.send(Pong(1))
+    await until(lambda: bool(receiver.lost))
+    receiver.link.send(Pong(1))
     await asyncio.sleep(0.01)
-    assert ear.unsent == []
+    assert receiver.unsent == []
 
 
 def test_frame_that_is_longer_than_the_limit_is_refused() -> None:
@@ -260,28 +260,28 @@ def test_a_frame_holds_the_largest_record(max_payload: int | None, limit: int) -
 
 @patient
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_no_bytes_at_all_make_a_link_fail_in_another_way(pieces: list[bytes]) -> None:
+def test_random_bytes_only_end_the_link(pieces: list[bytes]) -> None:
     async def feed() -> None:
-        ear = Ear()
+        receiver = Receiver()
         for piece in pieces:
-            if not ear.broken:
-                ear.link.data_received(piece)
+            if not receiver.broken:
+                receiver.link.data_received(piece)
 
     asyncio.run(feed())
 
 
 @patient
 @given(st.data())
-def test_messages_arrive_however_they_are_cut(data: st.DataObject) -> None:
+def test_messages_arrive_for_any_split_of_their_bytes(data: st.DataObject) -> None:
     said = data.draw(st.lists(st.builds(Progress, st.integers(0, 9), st.binary(max_size=30)), max_size=10))
     stream = b"".join(frame(message) for message in said)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
 
     async def feed() -> None:
-        ear = Ear()
+        receiver = Receiver()
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-            ear.link.data_received(stream[start:end])
-        assert (ear.heard, ear.broken, ear.link.part_since) == (said, [], None)
+            receiver.link.data_received(stream[start:end])
+        assert (receiver.heard, receiver.broken, receiver.link.part_since) == (said, [], None)
 
     asyncio.run(feed())
 
@@ -308,7 +308,7 @@ def test_the_first_message_is_received_without_a_loop() -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 2, 9])
-def test_a_first_message_that_breaks_off_is_the_end(sent: int) -> None:
+def test_truncated_first_message_ends_the_link(sent: int) -> None:
     def send(end: socket.socket) -> None:
         end.sendall(frame(Begin("1", "w", "tasks:app", [], None))[:sent])
         end.close()
@@ -317,18 +317,18 @@ def test_a_first_message_that_breaks_off_is_the_end(sent: int) -> None:
         blocking(send)
 
 
-def test_a_link_speaks_on_uvloop_as_well() -> None:
+def test_link_works_on_uvloop() -> None:
     uvloop = pytest.importorskip("uvloop")
-    ear = Ear()
+    receiver = Receiver()
     here, there = socket.socketpair()
 
     async def talk() -> None:
-        await ear.link.connect(here)
+        await receiver.link.connect(here)
         there.sendall(encode([Pong(1)]))
-        await until(lambda: ear.heard == [Pong(1)])
-        ear.link.send(Leave())
+        await until(lambda: receiver.heard == [Pong(1)])
+        receiver.link.send(Leave())
         await asyncio.sleep(0.01)
-        ear.link.close()
+        receiver.link.close()
 
     with there, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(talk())

@@ -70,13 +70,13 @@ class Nowhere(tzinfo):
         (timedelta(days=3650), MAX_MS),
     ],
 )
-def test_a_length_is_seconds_or_a_timedelta_and_never_cut_short(value: Any, ms: int) -> None:
+def test_duration_is_seconds_or_a_timedelta_and_is_never_rounded_down(value: Any, ms: int) -> None:
     assert to_ms("delay", value) == ms
 
 
 @patient
 @given(st.integers(0, MAX_MS))
-def test_every_number_of_milliseconds_can_be_said_in_seconds(ms: int) -> None:
+def test_every_number_of_milliseconds_can_be_given_in_seconds(ms: int) -> None:
     assert to_ms("delay", ms / 1000) == ms == to_ms("delay", timedelta(milliseconds=ms))
 
 
@@ -87,7 +87,7 @@ def test_every_number_of_milliseconds_can_be_said_in_seconds(ms: int) -> None:
         math.nan,
     ],
 )
-def test_what_is_no_length_is_refused_by_name(value: Any) -> None:
+def test_invalid_duration_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(OptionError, match="delay must be seconds or a timedelta"):
         to_ms("delay", value)
 
@@ -100,14 +100,14 @@ def test_what_is_no_length_is_refused_by_name(value: Any) -> None:
         pytest.param(-(10**400), id="hugely negative"),
     ],
 )
-def test_a_length_out_of_bounds_is_refused_by_name(value: Any) -> None:
+def test_duration_out_of_bounds_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(OptionError, match=r"^delay "):
         to_ms("delay", value)
 
 
 @patient
 @given(st.one_of(st.floats(), st.integers(), st.timedeltas(), st.text(), st.none()))
-def test_whatever_is_given_as_a_length_is_taken_or_refused(value: Any) -> None:
+def test_any_value_given_as_a_duration_is_accepted_or_refused(value: Any) -> None:
     try:
         assert 0 <= to_ms("delay", value) <= MAX_MS
     except OptionError as refusal:
@@ -115,7 +115,7 @@ def test_whatever_is_given_as_a_length_is_taken_or_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("value", "fits"), [(0.499, False), (0.5, True), (3600, True), (3600.001, False)])
-def test_the_bounds_of_a_length_belong_to_it(value: float, fits: bool) -> None:
+def test_bounds_of_a_duration_are_inclusive(value: float, fits: bool) -> None:
     if fits:
         assert to_ms("lease", value, 500, 3_600_000) == value * 1000
     else:
@@ -134,7 +134,7 @@ OFFSETS = st.integers(-23 * 60, 23 * 60).map(lambda minutes: timezone(timedelta(
 
 @patient
 @given(st.datetimes(datetime(1970, 1, 2), datetime(2099, 12, 30), timezones=OFFSETS))
-def test_a_point_in_time_comes_back_to_the_microsecond(value: datetime) -> None:
+def test_point_in_time_is_exact_to_the_microsecond(value: datetime) -> None:
     at = to_at("run_at", value)
     assert from_at(at) == value.astimezone(UTC)
     assert from_at(at).tzinfo is UTC
@@ -142,29 +142,29 @@ def test_a_point_in_time_comes_back_to_the_microsecond(value: datetime) -> None:
 
 @patient
 @given(st.integers(1, 4_102_444_799_999_999))
-def test_every_microsecond_can_be_said_as_a_point_in_time(at: int) -> None:
+def test_every_microsecond_can_be_given_as_a_point_in_time(at: int) -> None:
     assert to_at("run_at", from_at(at)) == at
 
 
 @pytest.mark.parametrize("value", [datetime(2027, 1, 15), datetime(2027, 1, 15, tzinfo=Nowhere())])  # type: ignore[abstract]
-def test_a_naive_datetime_is_refused_with_a_way_out(value: datetime) -> None:
+def test_naive_datetime_is_refused_with_advice(value: datetime) -> None:
     with pytest.raises(OptionError, match=r"run_at=.* has no timezone: use datetime.now\(UTC\)"):
         to_at("run_at", value)
 
 
 @pytest.mark.parametrize("value", [1_800_000_000, 1.8e9, "2027-01-15T08:00:00Z", date(2027, 1, 15), None, timedelta(1)])
-def test_what_is_no_datetime_is_refused_by_name(value: Any) -> None:
+def test_value_that_is_not_a_datetime_is_refused_with_its_name(value: Any) -> None:
     with pytest.raises(OptionError, match="run_at must be a datetime with a timezone"):
         to_at("run_at", value)
 
 
 @pytest.mark.parametrize("year", [1, 1969, 2100, 9999])
-def test_a_point_in_time_outside_of_this_age_is_refused(year: int) -> None:
+def test_point_in_time_outside_1970_to_2100_is_refused(year: int) -> None:
     with pytest.raises(OptionError, match="between 1970 and 2100"):
         to_at("run_at", datetime(year, 6, 1, tzinfo=timezone(timedelta(hours=-12))))
 
 
-def test_this_age_ends_with_its_last_microsecond() -> None:
+def test_last_microsecond_of_the_allowed_range_is_accepted() -> None:
     last = datetime(2099, 12, 31, 23, 59, 59, 999_999, UTC)
     assert from_at(to_at("run_at", last)) == last
     with pytest.raises(OptionError, match="between 1970 and 2100"):
@@ -192,7 +192,7 @@ def test_a_count_is_within_its_bounds(value: int, fits: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, Decimal(1)])
-def test_what_is_no_whole_number_is_no_count(value: Any) -> None:
+def test_count_that_is_not_a_whole_number_is_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="max_retries must be a whole number from 0"):
         to_count("max_retries", value)
 
@@ -219,7 +219,7 @@ def test_a_conflict_has_a_rule(value: Any, update: Update | None) -> None:
 
 
 @pytest.mark.parametrize("value", ["replace", "", None, True, ["keep"], Update])
-def test_a_rule_that_there_is_none_of_is_refused(value: Any) -> None:
+def test_unknown_rule_is_refused(value: Any) -> None:
     with pytest.raises(OptionError, match="on_conflict must be 'keep', 'update', 'raise' or Update"):
         to_update(value)
 
@@ -238,7 +238,7 @@ def test_a_rule_that_there_is_none_of_is_refused(value: Any) -> None:
         (StubOptions, "nam", "name"),
     ],
 )
-def test_a_name_that_is_almost_right_is_refused_with_the_right_one(place: type[Any], name: str, meant: str) -> None:
+def test_misspelt_name_is_refused_with_the_right_one(place: type[Any], name: str, meant: str) -> None:
     with pytest.raises(OptionError, match=f"using has no option '{name}': did you mean '{meant}'?"):
         check_names("using", place, {name: 1})
 
@@ -247,12 +247,12 @@ def test_a_name_that_is_almost_right_is_refused_with_the_right_one(place: type[A
     ("place", "name"),
     [(EnqueueOptions, "wait"), (HandlerOptions, "unique"), (StubOptions, "timeout"), (UsingOptions, "zzz")],
 )
-def test_a_name_that_belongs_elsewhere_is_refused(place: type[Any], name: str) -> None:
+def test_option_of_another_function_is_refused(place: type[Any], name: str) -> None:
     with pytest.raises(OptionError, match=f"has no option '{name}'"):
         check_names("enqueue", place, {name: 1})
 
 
-def test_a_name_like_nothing_is_refused_with_all_that_there_are() -> None:
+def test_unknown_name_is_refused_with_all_known_names() -> None:
     with pytest.raises(OptionError, match=r"it takes dedup_ttl, delay, id, max_retries, .*wait$"):
         check_names("using", UsingOptions, {"zzzzzz": 1})
 

@@ -94,7 +94,7 @@ async def test_a_process_is_head_of_its_group_reads_nothing_and_shows_its_name(b
     await process.kill_and_wait()
 
 
-async def test_a_buried_process_is_certainly_dead_and_so_is_what_it_started(begin: Begin) -> None:
+async def test_killed_process_and_its_children_are_dead_after_the_wait(begin: Begin) -> None:
     process = begin(STUBBORN)
     process.watch(lambda: None)
     grandchild = int(await said(process))
@@ -104,7 +104,7 @@ async def test_a_buried_process_is_certainly_dead_and_so_is_what_it_started(begi
     assert not Path(f"/proc/{process.pid}").exists()
 
 
-async def test_what_a_process_started_dies_though_it_ended_by_itself(begin: Begin) -> None:
+async def test_children_of_a_process_that_exited_are_killed(begin: Begin) -> None:
     process = begin(STUBBORN.replace("time.sleep(60)\n", "os._exit(0)\n"))
     exited = asyncio.Event()
     process.watch(exited.set)
@@ -125,7 +125,7 @@ async def test_a_kill_reaches_the_whole_group(begin: Begin) -> None:
     await until(lambda: not runs(grandchild), 5)
 
 
-async def test_a_process_that_is_stopped_can_be_buried(begin: Begin) -> None:
+async def test_stopped_process_can_be_killed(begin: Begin) -> None:
     process = begin(WAIT)
     process.watch(lambda: None)
     await said(process)
@@ -143,7 +143,7 @@ async def test_a_process_that_is_stopped_can_be_buried(begin: Begin) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", "it was killed by SIGKILL"),
     ],
 )
-async def test_how_a_process_ended_by_itself_is_said(begin: Begin, end: str, how: str) -> None:
+async def test_exit_of_a_process_is_reported(begin: Begin, end: str, how: str) -> None:
     process = begin(end + "\n")
     assert await _watched(process).kill_and_wait(20) == how
 
@@ -161,7 +161,7 @@ async def test_a_process_that_does_not_end_within_its_time_is_killed_then(begin:
     assert 0.2 <= asyncio.get_running_loop().time() - began < 5
 
 
-async def test_the_end_of_a_process_is_told_once(begin: Begin) -> None:
+async def test_end_of_a_process_is_reported_once(begin: Begin) -> None:
     told: list[int] = []
     process = begin("pass\n")
     process.watch(lambda: told.append(1))
@@ -238,11 +238,11 @@ async def test_a_process_and_its_group_die_with_their_parent(tmp_path: Path) -> 
         (-63, "it was killed by signal 63"),
     ],
 )
-def test_how_a_process_ended_in_words(status: int, words: str) -> None:
+def test_exit_status_is_described_in_words(status: int, words: str) -> None:
     assert exit_reason(status) == words
 
 
-def test_a_process_knows_how_much_memory_it_has() -> None:
+def test_process_reports_its_memory() -> None:
     before = memory()
     more = bytearray(b"x") * (64 << 20)
     assert memory() - before > 50 << 20

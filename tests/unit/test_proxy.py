@@ -96,7 +96,7 @@ async def test_a_command_that_arrives_byte_by_byte_is_one_command(proxy: Proxy) 
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-async def test_redis_py_works_through_it(proxy: Proxy, protocol: int) -> None:
+async def test_redis_py_works_through_the_proxy(proxy: Proxy, protocol: int) -> None:
     client = redis_asyncio.Redis.from_url(proxy.url, protocol=protocol)
     try:
         async with client.pipeline(transaction=True) as pipeline:
@@ -117,7 +117,7 @@ async def test_redis_py_works_through_it(proxy: Proxy, protocol: int) -> None:
         await client.aclose()
 
 
-async def test_pushes_are_passed_on_and_are_nobodys_reply(proxy: Proxy, server: Server) -> None:
+async def test_pushes_are_passed_on_and_are_not_taken_for_replies(proxy: Proxy, server: Server) -> None:
     async with Client(proxy.port) as client:
         await client.ask("HELLO", "3")
         await client.ask("CLIENT", "TRACKING", "ON")
@@ -142,7 +142,7 @@ async def test_a_subscriber_is_passed_through_after_its_other_replies(proxy: Pro
             await client.receive()
 
 
-async def test_a_cut_reply_was_applied_all_the_same(proxy: Proxy, server: Server) -> None:
+async def test_command_of_a_cut_reply_was_applied(proxy: Proxy, server: Server) -> None:
     proxy.rule = on("INCR", "cut")
     async with Client(proxy.port) as client:
         assert await client.ask("SET", "n", "1") == b"OK"
@@ -224,7 +224,7 @@ async def test_a_stalled_connection_stays_open_and_silent(proxy: Proxy, server: 
         assert await other.ask("GET", "n") is None
 
 
-async def test_cut_all_closes_what_is_there_and_refuse_what_comes(proxy: Proxy) -> None:
+async def test_cut_all_closes_connections_and_refuse_rejects_new_ones(proxy: Proxy) -> None:
     async with Client(proxy.port) as first, Client(proxy.port) as second:
         assert await first.ask("PING") == await second.ask("PING") == b"PONG"
         proxy.cut_all()
@@ -267,7 +267,7 @@ async def test_a_server_that_dies_ends_its_connections() -> None:
                 await proxy.release()
 
 
-async def test_it_closes_with_everything_still_under_way(server: Server) -> None:
+async def test_proxy_closes_with_commands_still_pending(server: Server) -> None:
     async with AsyncExitStack() as clients:
         async with Proxy(server.port) as proxy:
             proxy.before = lambda exchange: {"INCR": "hold", "DECR": "stall"}.get(exchange.name, "pass")
@@ -281,7 +281,7 @@ async def test_it_closes_with_everything_still_under_way(server: Server) -> None
         await Client(proxy.port).__aenter__()
 
 
-async def test_it_closes_after_a_closed_connection_sent_its_last_bytes(server: Server) -> None:
+async def test_proxy_closes_after_a_closed_connection_sent_its_last_bytes(server: Server) -> None:
     server.command("SET", "big", bytes(8_000_000))
     async with AsyncExitStack() as clients:
         async with Proxy(server.port) as proxy:
@@ -326,17 +326,17 @@ async def test_an_error_in_a_hook_cuts_the_connection_and_is_raised_at_the_end(s
         b"|1\r\n+ttl\r\n:3\r\n$1\r\nx\r\n",
     ],
 )
-def test_a_value_ends_where_it_ends(value: bytes) -> None:
+def test_end_of_a_value_is_found(value: bytes) -> None:
     assert frame(value + b"+next\r\n") == len(value)
     assert [frame(value[:length]) for length in range(len(value))] == [None] * len(value)
 
 
-def test_what_is_no_value_is_an_error() -> None:
+def test_invalid_value_is_an_error() -> None:
     with pytest.raises(ValueError, match="GET / HTTP"):
         frame(b"GET / HTTP/1.1\r\n")
 
 
-def test_a_command_has_its_words_whatever_is_in_them() -> None:
+def test_command_is_parsed_with_any_bytes_in_its_words() -> None:
     assert parts(packed("SET", b"$3\r\n", b"")) == [b"SET", b"$3\r\n", b""]
 
 

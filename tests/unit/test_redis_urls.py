@@ -31,7 +31,7 @@ def test_a_slot_is_computed_as_redis_py_does(key: str) -> None:
     assert slot_of(key) == key_slot(key.encode())
 
 
-def test_a_url_gives_place_and_login() -> None:
+def test_url_gives_address_and_login() -> None:
     options = options_of("redis://ada:a%2Fb%40c@[::1]:6400/5?client_name=shop&socket_connect_timeout=2")
     assert (options.host, options.port, options.database) == ("::1", 6400, 5)
     assert (options.username, options.password) == ("ada", "a/b@c")
@@ -95,7 +95,7 @@ def test_no_part_of_a_password_is_in_an_error(url: str) -> None:
     assert "hunter2" not in "".join(traceback.format_exception(refused.value))
 
 
-def test_the_client_of_a_cluster_lends_its_nodes_login_and_tls() -> None:
+def test_nodes_login_and_tls_of_a_cluster_client_are_used() -> None:
     nodes = [redis.asyncio.cluster.ClusterNode(f"host{n}", 7000 + n) for n in range(2)]
     client = redis.asyncio.RedisCluster(startup_nodes=nodes, password="p", ssl=True, ssl_cert_reqs="none")
     servers: Any = servers_from_client(client)
@@ -106,7 +106,7 @@ def test_the_client_of_a_cluster_lends_its_nodes_login_and_tls() -> None:
     assert plain.options.tls is None
 
 
-def test_the_client_of_sentinels_lends_both_logins() -> None:
+def test_both_logins_of_a_sentinel_client_are_used() -> None:
     sentinel = Sentinel([("s0", 1), ("s1", 2)], sentinel_kwargs={"password": "s"})
     servers: Any = servers_from_client(sentinel.master_for("shop", password="p", db=3, ssl=True))
     assert (servers.name, servers.options.database) == ("shop", 3)

@@ -99,14 +99,14 @@ def test_without_a_limit_a_job_may_always_run(count: Count) -> None:
 @pytest.mark.parametrize(
     ("policy", "retries", "stalls", "timeouts"), [(TASK, 10, 3, 3), (FAIL_HANDLER, 100, 3, 3), (NONE, 0, 0, 0)]
 )
-def test_the_limits_that_are_there_unless_given(policy: Policy, retries: int, stalls: int, timeouts: int) -> None:
+def test_default_limits_are_applied(policy: Policy, retries: int, stalls: int, timeouts: int) -> None:
     assert admit(job(retries=retries, stalls=stalls, timeouts=timeouts), policy) is None
     over: Any = ({"retries": retries + 1}, {"stalls": stalls + 1}, {"timeouts": timeouts + 1})
     for more in over:
         assert admit(job(**more), policy) is not None
 
 
-def test_what_is_promised_of_a_handler_that_says_nothing() -> None:
+def test_default_policy_has_the_documented_values() -> None:
     day = 86_400_000
     assert (
         Policy(
@@ -131,7 +131,7 @@ def test_what_is_promised_of_a_handler_that_says_nothing() -> None:
     assert (PULL.timeout_ms, PULL.max_retries, PULL.max_stalls, PULL.max_timeouts) == (None, None, None, None)
 
 
-def test_a_refusal_tells_of_the_last_error_and_of_a_lost_worker() -> None:
+def test_refusal_contains_the_last_error_and_the_lost_worker() -> None:
     stalled = admit(job(stalls=2, error=encode_error(ERROR)), NONE)
     once = admit(job(stalls=1), NONE)
     retried = admit(job(retries=1, error=encode_error(ERROR)), NONE)
@@ -191,7 +191,7 @@ def test_one_count_does_not_use_up_the_limit_of_another(ended: Ended) -> None:
         (Raised(ERROR, run_at=1), 0, 1),
     ],
 )
-def test_a_run_that_says_when_to_run_again_is_taken_at_its_word(
+def test_run_that_sets_its_retry_time_is_retried_at_that_time(
     raised: Raised, delay_ms: int, run_at: int | None
 ) -> None:
     assert verdict(job(), raised, TASK, rng()) == RetrySettlement("a", FENCE, encode_error(ERROR), delay_ms, run_at)
@@ -211,7 +211,7 @@ def test_a_permanent_error_fails_at_once(raised: Raised, policy: Policy) -> None
 
 
 @pytest.mark.parametrize("ended", [Raised(PERMANENT, failure_ttl_ms=5), TimedOut(TOO_LONG, failure_ttl_ms=5)])
-def test_how_long_a_failure_is_kept_can_be_said_of_one(ended: Ended) -> None:
+def test_error_may_set_its_own_failure_ttl(ended: Ended) -> None:
     failed = verdict(job(timeouts=3), ended, TASK, rng())
     assert isinstance(failed, Fail)
     assert failed.failure_ttl_ms == 5
@@ -223,7 +223,7 @@ def test_a_run_that_was_stopped_goes_back_uncounted(reason: Literal["cancel", "s
 
 
 @pytest.mark.parametrize("ended", [Stopped("shutdown"), Stopped("lease_lost"), Raised(ERROR), TimedOut(TOO_LONG)])
-def test_what_runs_at_most_once_never_goes_back(ended: Ended) -> None:
+def test_at_most_once_run_fails_instead_of_a_retry_or_release(ended: Ended) -> None:
     failed = verdict(job(), ended, replace(ONCE, follows_up=True), rng())
     assert isinstance(failed, Fail)
     assert failed.follow_up is not None
@@ -232,12 +232,12 @@ def test_what_runs_at_most_once_never_goes_back(ended: Ended) -> None:
         assert ended.reason in decode_error(failed.error).message
 
 
-def test_what_runs_at_most_once_can_be_cancelled() -> None:
+def test_at_most_once_run_can_be_cancelled() -> None:
     assert verdict(job(), Stopped("cancel"), ONCE, rng()) == Release("a", FENCE)
 
 
 @pytest.mark.parametrize("ended", [Raised(ERROR), Raised(ERROR, delay_ms=5), TimedOut(TOO_LONG)])
-def test_no_limit_of_a_job_makes_at_most_once_run_it_twice(ended: Ended) -> None:
+def test_no_limit_of_a_job_makes_an_at_most_once_task_run_twice(ended: Ended) -> None:
     generous = Work(b"1", max_retries=5, max_stalls=5, max_timeouts=5)
     assert isinstance(verdict(job(generous), ended, ONCE, rng()), Fail)
     for count in COUNTS:
@@ -277,7 +277,7 @@ HOUR = 3_600_000
         ),
     ],
 )
-def test_how_long_the_end_is_remembered(
+def test_outcome_ttl_follows_the_policy(
     custom_id: bool,
     result: bytes | None,
     work: dict[str, Any],
@@ -311,9 +311,7 @@ def size(settlement: Settlement) -> int:
         Fail("a", FENCE, encode_error(LONG), 77, Work(b"x" * 200_000)),
     ],
 )
-def test_what_is_refused_as_too_large_becomes_smaller_until_next_to_nothing_is_left(
-    refused: Settlement, follows_up: bool
-) -> None:
+def test_too_large_settlement_shrinks_step_by_step(refused: Settlement, follows_up: bool) -> None:
     policy = replace(TASK, follows_up=follows_up)
     tries = shrink_settlement(job(BIG), refused, policy, "it is too large")
     sizes = [size(settlement) for settlement in (refused, *tries)]
@@ -340,7 +338,7 @@ def test_a_result_that_is_too_large_fails_its_job_for_good_and_says_so() -> None
     assert decode_error(first.error) == final(refusal)
 
 
-def test_a_fail_handler_is_told_of_a_failure_that_is_too_large_first_with_the_payload_then_without() -> None:
+def test_too_large_follow_up_is_tried_with_and_then_without_the_payload() -> None:
     tries = shrink_settlement(job(BIG), Fail("a", FENCE, encode_error(LONG), 77), replace(TASK, follows_up=True), "")
     followed = [settlement.follow_up for settlement in tries if isinstance(settlement, Fail)]
     forms = [work and msgspec.json.decode(work.payload or b"", type=FollowUp).form for work in followed]
@@ -349,7 +347,7 @@ def test_a_fail_handler_is_told_of_a_failure_that_is_too_large_first_with_the_pa
     assert {settlement.failure_ttl_ms for settlement in tries if isinstance(settlement, Fail)} == {77}
 
 
-def test_there_is_nothing_smaller_than_a_release() -> None:
+def test_release_cannot_be_shrunk() -> None:
     assert shrink_settlement(job(), Release("a", FENCE), TASK, "") == []
 
 
@@ -372,12 +370,12 @@ def test_a_backoff_doubles_with_jitter_until_it_reaches_the_most(count: int, lea
 
 
 @pytest.mark.parametrize("count", [0, 3, 30])
-def test_backoffs_differ_so_that_jobs_which_failed_together_do_not_come_back_together(count: int) -> None:
+def test_backoffs_of_jobs_that_failed_together_differ(count: int) -> None:
     dice = random.Random(0)
     assert len({backoff_ms(count, TASK, dice) for _ in range(200)}) > 50
 
 
-def test_a_backoff_is_as_random_as_the_dice_it_is_given() -> None:
+def test_backoff_uses_the_given_random_generator() -> None:
     delays = [backoff_ms(n, TASK, random.Random(5)) for n in range(5)]
     assert delays == [backoff_ms(n, TASK, random.Random(5)) for n in range(5)]
 
@@ -388,7 +386,7 @@ def test_without_a_backoff_a_retry_is_due_at_once(count: int) -> None:
 
 
 @pytest.mark.parametrize(("retries", "timeouts", "ended"), [(3, 0, Raised(ERROR)), (0, 3, TimedOut(TOO_LONG))])
-def test_each_count_has_a_backoff_of_its_own(retries: int, timeouts: int, ended: Ended) -> None:
+def test_each_count_has_its_own_backoff(retries: int, timeouts: int, ended: Ended) -> None:
     policy = replace(TASK, max_timeouts=10)
     again = verdict(job(retries=retries, timeouts=timeouts), ended, policy, random.Random(4))
     assert isinstance(again, RetrySettlement)
@@ -419,14 +417,14 @@ def test_each_count_has_a_backoff_of_its_own(retries: int, timeouts: int, ended:
     ],
     ids=lambda value: None if isinstance(value, str) else "",
 )
-def test_the_payload_travels_to_the_fail_handler_in_a_form_that_keeps_it(work: Work, form: str, payload: bytes) -> None:
+def test_payload_reaches_the_fail_handler_unchanged(work: Work, form: str, payload: bytes) -> None:
     told = msgspec.json.decode(follow_up(job(work), ERROR).payload or b"", type=FollowUp)
     assert told.form == form
     assert told.codec == work.codec
     assert (bytes(told.payload).strip() if form == "json" else msgspec.json.decode(told.payload, type=bytes)) == payload
 
 
-def test_a_fail_handler_is_told_all_about_the_job_and_keeps_its_priority() -> None:
+def test_follow_up_has_all_fields_of_the_job_and_its_priority() -> None:
     failed = job(Work(b"1", priority=8, max_retries=3, timeout_ms=5), attempts=7, retries=3, stalls=2, timeouts=1)
     work = follow_up(failed, ERROR)
     told = msgspec.json.decode(work.payload or b"", type=FollowUp)
@@ -436,7 +434,7 @@ def test_a_fail_handler_is_told_all_about_the_job_and_keeps_its_priority() -> No
 
 
 @pytest.mark.parametrize("follows_up", [True, False])
-def test_only_where_there_is_a_fail_handler_is_there_a_follow_up(follows_up: bool) -> None:
+def test_only_tasks_with_a_fail_handler_have_a_follow_up(follows_up: bool) -> None:
     failed = verdict(job(), Raised(PERMANENT), replace(TASK, follows_up=follows_up), rng())
     assert isinstance(failed, Fail)
     assert (failed.follow_up is not None) is follows_up
@@ -446,14 +444,14 @@ def test_only_where_there_is_a_fail_handler_is_there_a_follow_up(follows_up: boo
 
 
 @pytest.mark.parametrize("error", [ERROR, TOO_LONG, JobError(type="E", message="m", traceback="t", details={"a": [1]})])
-def test_an_error_comes_back_as_it_was(error: JobError) -> None:
+def test_error_survives_encoding_and_decoding(error: JobError) -> None:
     assert decode_error(encode_error(error)) == error
 
 
 @pytest.mark.parametrize(
     ("data", "message"), [(None, ""), (b"", ""), (b"\xffboom", "\ufffdboom"), (b'{"a":1}', '{"a":1}'), (b"3", "3")]
 )
-def test_an_error_that_somebody_else_wrote_is_shown_as_text(data: bytes | None, message: str) -> None:
+def test_error_that_is_not_json_is_shown_as_text(data: bytes | None, message: str) -> None:
     assert decode_error(data) == JobError(type="Error", message=message)
 
 

@@ -52,7 +52,7 @@ def test_a_shared_server_is_started_once(valkey: Server) -> None:
     assert valkey.url == f"redis://127.0.0.1:{valkey.port}"
 
 
-def test_the_system_has_redis_or_says_that_it_has_not() -> None:
+def test_system_redis_is_found_or_reported_missing() -> None:
     server = shared("redis")
     if server is None:
         assert "redis-server >= 7.0 not found" in described()
@@ -62,7 +62,7 @@ def test_the_system_has_redis_or_says_that_it_has_not() -> None:
 
 
 @pytest.mark.parametrize("banner", ["Redis server v=6.2.14 sha=0:0", "Valkey server v=8.0.1 sha=0:0"])
-def test_an_old_redis_or_another_server_is_none(banner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_redis_or_another_program_is_not_used(banner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     binary = tmp_path / "redis-server"
     binary.write_text(f"#!/bin/sh\necho '{banner}'\n")
     binary.chmod(0o755)
@@ -123,7 +123,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-def test_a_taken_port_is_exchanged_for_another(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_replaced_by_another(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     free = servers.free_port()
     ports = iter([valkey.port, free])
     monkeypatch.setattr(servers, "free_port", lambda: next(ports))

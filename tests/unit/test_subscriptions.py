@@ -24,7 +24,7 @@ async def test_a_wait_for_an_event_ends_with_it_or_with_its_time() -> None:
             assert await events.within(60) == happened("c")
 
 
-async def test_a_wait_that_is_cancelled_takes_no_event_with_it() -> None:
+async def test_cancelled_wait_loses_no_event() -> None:
     bus = EventBus()
     async with Subscription(bus, [Topic("q")]) as events:
         waiting = asyncio.create_task(events.within(60))
@@ -35,7 +35,7 @@ async def test_a_wait_that_is_cancelled_takes_no_event_with_it() -> None:
         assert await events.within(0) == happened("a")
 
 
-async def test_who_is_told_hears_what_came_before_and_then_each_event_at_once() -> None:
+async def test_callback_gets_earlier_events_and_then_each_event_at_once() -> None:
     bus, heard = EventBus(), list[Event]()
     async with Subscription(bus, [Topic("q")]) as events:
         bus.publish([happened("a")])

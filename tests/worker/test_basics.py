@@ -22,7 +22,7 @@ async def test_jobs_run_in_child_processes_and_their_results_come_back(scene: Sc
     assert len(used) == 2
 
 
-async def test_what_a_handler_raises_reaches_its_caller_and_its_fail_handler(scene: Scene) -> None:
+async def test_error_of_a_handler_reaches_its_caller_and_its_fail_handler(scene: Scene) -> None:
     await scene.worker("simple:app", "--processes", "1")
     with pytest.raises(JobFailed, match="ValueError: no luck") as raised:
         await scene.ask("raise", {"message": "no luck"})

@@ -73,7 +73,7 @@ async def test_a_job_goes_only_where_its_size_is_free(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_is_claimed_has_begun_also_where_sizes_differ(scene: Scene) -> None:
+async def test_claimed_jobs_are_started_though_sizes_differ(scene: Scene) -> None:
     """Nothing waits under a lease for a room that others have taken."""
     for queue in ("sixty", "thirty"):
         await put(scene, queue, 10, until="gate")
@@ -88,7 +88,7 @@ async def test_what_is_claimed_has_begun_also_where_sizes_differ(scene: Scene) -
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_is_larger_than_a_child_runs_alone_and_is_not_starved_by_small_jobs(scene: Scene) -> None:
+async def test_job_larger_than_a_child_runs_alone_and_is_not_starved(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1", "--queues", "ten", "--queues", "huge", "--queues", "sixty")
     ten = scene.app.queue("ten")  # No two end together, so that never enough is free by chance.
     await scene.app.enqueue_many([ten.bind({"seconds": 0.02 + 0.007 * (n % 10)}) for n in range(300)])
@@ -168,7 +168,7 @@ async def test_a_paused_queue_is_left_alone_until_it_is_resumed(scene: Scene) ->
     await settled(scene.app, "ten", 6, seconds=3)
 
 
-async def test_a_worker_that_is_evicted_ends_as_if_it_was_stopped(scene: Scene) -> None:
+async def test_evicted_worker_ends_like_a_stopped_one(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "1", "--name", "unwanted", "--lease", "0.5")
     await put(scene, "ten", 1, until="gate")
     await put(scene, "sixty", 1, until="never", seconds=0)

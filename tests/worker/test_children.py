@@ -27,7 +27,7 @@ async def uncounted(scene: Scene, queue: str, completed: int) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_has_its_parent_a_group_of_its_own_and_nothing_to_read(scene: Scene) -> None:
+async def test_child_has_its_own_process_group_and_empty_stdin(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "2", children=2)
     told = await asyncio.gather(*(scene.ask("where") for _ in range(8)))
     assert {child["pid"] for child in told} == set(worker.children())
@@ -88,7 +88,7 @@ async def test_there_is_no_gap_while_children_are_replaced_under_load(scene: Sce
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_that_is_replaced_finishes_what_it_has(scene: Scene) -> None:
+async def test_replaced_child_finishes_its_runs(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "1", "--max-jobs", "2")
     (first,) = worker.children()
     await put(scene, "ten", 2, until="gate")
@@ -104,7 +104,7 @@ async def test_a_child_that_is_replaced_finishes_what_it_has(scene: Scene) -> No
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_that_has_too_much_in_memory_is_replaced_also_if_it_is_idle_by_then(scene: Scene) -> None:
+async def test_child_above_max_memory_is_replaced_even_if_idle(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "1", "--max-memory", "250M")
     first = await scene.ask("leak", {"mib": 50})
     await asyncio.sleep(0.6)  # Long enough to be looked at twice.
@@ -117,7 +117,7 @@ async def test_a_child_that_has_too_much_in_memory_is_replaced_also_if_it_is_idl
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_job_that_stalled_twice_gets_a_child_of_its_own_if_none_is_empty(scene: Scene) -> None:
+async def test_job_that_stalled_twice_gets_a_new_child_if_none_is_empty(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "1")
     crashing = await scene.app.queue("crash").enqueue({"times": 2})
     await scene.noted("crashes", 2)
@@ -136,7 +136,7 @@ async def test_a_job_that_stalled_twice_gets_a_child_of_its_own_if_none_is_empty
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_that_hears_nothing_gets_nothing_while_others_are_served(scene: Scene) -> None:
+async def test_unresponsive_child_gets_no_jobs_while_others_do(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "2", children=2)
     blocking = await scene.app.queue("block").enqueue({"until": "gate"})
     (blocked,) = await scene.noted("blocks")
@@ -153,13 +153,13 @@ async def test_a_child_that_hears_nothing_gets_nothing_while_others_are_served(s
 
 
 @pytest.mark.storages("sqlite")
-async def test_handlers_that_are_not_async_run_side_by_side_on_threads(scene: Scene) -> None:
+async def test_sync_handlers_run_concurrently_on_threads(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1")
     assert await asyncio.gather(*(scene.ask("meet", {"others": 10}) for _ in range(10))) == ["met"] * 10
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_handler_knows_its_job_and_its_context_is_its_own(scene: Scene) -> None:
+async def test_handler_has_its_current_job_and_its_own_context(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1", "--name", "wanda")
     asked = [(queue, sync) for queue in ("who", "who.sync") for sync in (True, False)] * 3
     told = await asyncio.gather(
@@ -169,12 +169,12 @@ async def test_a_handler_knows_its_job_and_its_context_is_its_own(scene: Scene) 
         assert told[n] == {"id": f"job-{n}", "queue": queue, "attempt": 1, "worker": "wanda", "before": "nobody's"}
 
 
-async def test_a_job_whose_id_is_no_text_runs_in_a_child(scene: Scene) -> None:
+async def test_job_whose_id_is_not_text_runs_in_a_child(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1")
     assert (await scene.ask("where", id=b"\xff\x00\xfe"))["stdin"] == "/dev/null"
 
 
-async def test_progress_reaches_whoever_looks(scene: Scene) -> None:
+async def test_progress_of_a_child_is_visible_to_clients(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1")
     expected: dict[str, Any] = {"report": {"done": 2, "of": 3}, "report.sync": "half way"}
     for queue in expected:
@@ -191,7 +191,7 @@ async def _progress_is(scene: Scene, queue: str, progress: Any) -> bool:
     return job is not None and job.progress == progress
 
 
-async def test_large_results_travel_and_what_is_too_large_fails_at_once(scene: Scene) -> None:
+async def test_large_results_arrive_and_too_large_ones_fail_at_once(scene: Scene) -> None:
     scene.app = scene.place.app(max_payload=4 << 20)
     async with scene.app:
         await scene.worker("hosts:app", "--processes", "1")
@@ -207,7 +207,7 @@ async def test_large_results_travel_and_what_is_too_large_fails_at_once(scene: S
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_result_that_cannot_be_written_fails_at_once(scene: Scene) -> None:
+async def test_result_that_cannot_be_encoded_fails_at_once(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1")
     with pytest.raises(JobFailed, match="object") as raised:
         await scene.ask("give.object")
@@ -216,7 +216,7 @@ async def test_a_result_that_cannot_be_written_fails_at_once(scene: Scene) -> No
 
 
 @pytest.mark.storages("sqlite")
-async def test_details_that_do_not_fit_through_cost_the_error_nothing_else(scene: Scene) -> None:
+async def test_too_large_error_details_are_dropped_and_the_error_is_kept(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1")
     with pytest.raises(JobFailed, match="Detailed: many") as raised:
         await scene.ask("raise.details", wait=10)
@@ -227,7 +227,7 @@ async def test_details_that_do_not_fit_through_cost_the_error_nothing_else(scene
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_lifespan_is_entered_once_in_each_child_and_left_at_a_stop(scene: Scene) -> None:
+async def test_lifespan_is_entered_once_per_child_and_left_at_stop(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     children = set(worker.children())
     made_by = await asyncio.gather(*(scene.ask("resources") for _ in range(10)))
@@ -241,7 +241,7 @@ async def test_a_lifespan_is_entered_once_in_each_child_and_left_at_a_stop(scene
 
 
 @pytest.mark.storages("sqlite")
-async def test_middleware_and_after_execution_are_where_the_handler_is(scene: Scene) -> None:
+async def test_middleware_and_after_execution_run_in_the_child(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "1")
     assert await scene.ask("double", {"number": 21}) == 42
     around = [note for note in scene.notes() if note["what"] in ("before", "after", "executed")]

@@ -141,7 +141,7 @@ CANNOT_LOAD = {
 
 
 @pytest.mark.parametrize("inline", [False, True])
-async def test_what_cannot_be_served_is_named_in_one_sentence(folder: Path, inline: bool) -> None:
+async def test_target_that_cannot_be_served_is_named_in_one_sentence(folder: Path, inline: bool) -> None:
     more = ("--log-level", "warning", *(("--inline",) if inline else ()))
     all_said = await asyncio.gather(*(say("worker", *words.split(), *more, cwd=folder) for words in CANNOT_LOAD))
     for (words, expected), said in zip(CANNOT_LOAD.items(), all_said, strict=True):
@@ -160,7 +160,7 @@ RAISING = {
 }
 
 
-async def test_a_module_that_cannot_be_imported_is_shown_with_the_users_frames_alone(folder: Path) -> None:
+async def test_import_error_of_a_module_shows_only_frames_of_the_user(folder: Path) -> None:
     all_said = await asyncio.gather(*(say("worker", words, cwd=folder) for words in RAISING))
     for (words, expected), said in zip(RAISING.items(), all_said, strict=True):
         assert (said.status, said.out) == (2, ""), f"{words}: {said}"
@@ -177,7 +177,7 @@ async def test_a_module_that_ends_its_process_is_named(folder: Path) -> None:
     assert "Traceback" not in said.err
 
 
-async def test_a_storage_that_cannot_be_used_is_named_and_its_password_is_not(folder: Path) -> None:
+async def test_unusable_storage_is_named_without_its_password(folder: Path) -> None:
     quiet = ("--log-level", "debug")
     port = free_port()
     wrong = {
@@ -194,7 +194,7 @@ async def test_a_storage_that_cannot_be_used_is_named_and_its_password_is_not(fo
         assert "s3cret" not in said.out + said.err, url
 
 
-async def test_the_password_of_a_storage_that_works_breaks_and_refuses_is_never_shown(folder: Path) -> None:
+async def test_password_of_a_storage_is_never_shown_through_outages_and_refusals(folder: Path) -> None:
     with Server("valkey") as server:
         server.command("ACL", "SETUSER", "ada", "on", ">s3cret", "~*", "&*", "+@all")
         address = f"127.0.0.1:{server.port}?timeout=0.5"
@@ -226,14 +226,14 @@ async def test_the_password_of_a_storage_that_works_breaks_and_refuses_is_never_
 
 
 @pytest.mark.storages("sqlite")
-async def test_the_worker_itself_imports_nothing_of_the_users(scene: Scene) -> None:
+async def test_worker_process_imports_no_user_code(scene: Scene) -> None:
     worker = await scene.worker("held:app", "--processes", "2", children=2)
     await scene.ask("quick", {"number": 1})
     assert {note["pid"] for note in scene.notes("imported")} == set(worker.children())
 
 
 @pytest.mark.storages("sqlite")
-async def test_queues_name_and_processes_are_as_told(scene: Scene) -> None:
+async def test_options_set_queues_name_and_processes(scene: Scene) -> None:
     options = ("--queues", "relay*", "--queues", "quick", "--name", "ada", "--processes", "3", "--lease", "0.5")
     worker = await scene.worker("held:app", *options, children=3)
     await scene.app.queue("eat").enqueue({"mib": 1}, id="left")
@@ -274,7 +274,7 @@ async def test_inline_runs_jobs_in_the_worker_itself(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_is_replaced_after_max_jobs_and_no_job_notices(scene: Scene) -> None:
+async def test_child_is_replaced_after_max_jobs_without_effect_on_jobs(scene: Scene) -> None:
     await scene.worker("held:app", "--processes", "1", "--max-jobs", "5")
     used: list[int] = []
     async with asyncio.timeout(20):
@@ -288,7 +288,7 @@ async def test_a_child_is_replaced_after_max_jobs_and_no_job_notices(scene: Scen
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_that_has_too_much_in_memory_is_replaced_and_its_jobs_are_not_hurt(scene: Scene) -> None:
+async def test_child_above_max_memory_is_replaced_without_effect_on_jobs(scene: Scene) -> None:
     worker = await scene.worker("held:app", "--processes", "1", "--max-memory", "200M")
     held = await scene.app.queue("hold").enqueue({"gate": "go"})
     await scene.noted("began")
@@ -302,7 +302,7 @@ async def test_a_child_that_has_too_much_in_memory_is_replaced_and_its_jobs_are_
     await until(lambda: len(worker.children()) == 1 and old not in worker.children())
 
 
-async def test_a_burst_runs_what_is_ready_and_ends(scene: Scene) -> None:
+async def test_burst_runs_ready_jobs_and_ends(scene: Scene) -> None:
     handles = [await scene.app.queue("quick").enqueue({"number": number}) for number in range(300)]
     later = await scene.app.queue("quick").enqueue({"number": 300}, delay=3600)
     worker = scene.start("held:app", "--burst", "--processes", "2")
@@ -312,7 +312,7 @@ async def test_a_burst_runs_what_is_ready_and_ends(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_lines_of_a_log_are_json_if_that_is_asked_for(scene: Scene) -> None:
+async def test_log_lines_are_json_if_requested(scene: Scene) -> None:
     await scene.app.queue("quick").enqueue({"number": 7}, id="seven")
     await scene.app.queue("raise").enqueue({"message": "no luck"}, id="luckless")
     bursts = [
@@ -330,7 +330,7 @@ async def test_lines_of_a_log_are_json_if_that_is_asked_for(scene: Scene) -> Non
 
 
 @pytest.mark.storages("sqlite")
-async def test_the_log_level_leaves_out_what_is_below_it(scene: Scene) -> None:
+async def test_log_level_omits_lower_messages(scene: Scene) -> None:
     await scene.app.queue("add").enqueue({"a": 1, "b": 1})
     await scene.app.queue("raise").enqueue({"message": "no luck"})
     started: dict[str, WorkerProcess] = {

@@ -42,7 +42,7 @@ async def counts(scene: Scene, queue: str, id: str) -> tuple[int, int, int, int]
     return job.stalls, job.retries, job.timeouts, job.attempts
 
 
-async def test_however_a_process_dies_each_of_its_jobs_has_one_stall_and_no_other_job_has_any(scene: Scene) -> None:
+async def test_death_of_a_process_counts_one_stall_for_each_of_its_jobs_only(scene: Scene) -> None:
     kinds = ON_THE_LOOP + ON_A_THREAD
     processes = len(kinds) + 1
     worker = await scene.worker("crashes:app", "--processes", str(processes), children=processes)
@@ -69,7 +69,7 @@ async def test_however_a_process_dies_each_of_its_jobs_has_one_stall_and_no_othe
     await until(lambda: len(worker.children()) == processes)
 
 
-async def test_a_poison_job_ends_after_its_stalls_and_fails_none_of_nine_innocents_around_it(scene: Scene) -> None:
+async def test_poison_job_fails_after_its_stalls_and_nine_other_jobs_complete(scene: Scene) -> None:
     worker = await scene.worker("crashes:app", "--processes", "1")
     for number in range(9):
         await scene.app.queue("innocent").enqueue({}, id=str(number))
@@ -101,7 +101,7 @@ def neighbours_of_suspects(scene: Scene) -> list[tuple[str, str]]:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_job_that_may_not_stall_again_has_its_process_to_itself(scene: Scene) -> None:
+async def test_job_at_its_stall_limit_runs_alone_in_its_process(scene: Scene) -> None:
     await scene.worker("crashes:app", "--processes", "2", children=2)
     handle = await scene.app.queue("last").enqueue({}, id="l")
     (first,) = await scene.noted("last")
@@ -141,7 +141,7 @@ async def test_the_jobs_of_a_process_that_was_killed_run_again_within_a_second_i
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_job_that_runs_at_most_once_fails_with_its_process_and_its_fail_handler_is_told(scene: Scene) -> None:
+async def test_at_most_once_job_fails_with_its_process_and_its_fail_handler_runs(scene: Scene) -> None:
     await scene.worker("crashes:app", "--processes", "1")
     beside = await scene.app.queue("once").enqueue({"dies": False}, id="beside")
     await scene.noted("once")
@@ -156,7 +156,7 @@ async def test_a_job_that_runs_at_most_once_fails_with_its_process_and_its_fail_
 
 
 @pytest.mark.storages("sqlite")
-async def test_no_memory_and_sys_exit_are_failures_like_any_other(scene: Scene) -> None:
+async def test_memory_error_and_sys_exit_are_ordinary_failures(scene: Scene) -> None:
     worker = await scene.worker("crashes:app", "--processes", "1")
     (pid,) = worker.children()
     napping = await scene.app.queue("nap").enqueue({}, id="n")
@@ -172,7 +172,7 @@ async def test_no_memory_and_sys_exit_are_failures_like_any_other(scene: Scene) 
 
 
 @pytest.mark.storages("sqlite")
-async def test_half_a_frame_is_not_waited_for_longer_than_its_time(
+async def test_partial_frame_is_waited_for_only_until_its_timeout(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_handle, "PART_S", 1.0)
@@ -203,7 +203,7 @@ async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str) -
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_flood_of_output_that_nobody_reads_stops_its_own_run_and_nobody_else(scene: Scene) -> None:
+async def test_unread_output_blocks_only_the_run_that_writes_it(scene: Scene) -> None:
     worker = Unread(scene)
     scene.workers.append(worker)
     await worker.ready(2)

@@ -49,7 +49,7 @@ async def told(scene: Scene, *command: str, cwd: Path = ROOT) -> dict[str, Any]:
     ("command", "module"), [(AS_FILE, "embedded"), (AS_MODULE, "tests.worker.embedded")], ids=["file", "module"]
 )
 @pytest.mark.storages("sqlite")
-async def test_a_program_runs_its_jobs_in_children_and_hears_of_them_itself(
+async def test_program_runs_its_jobs_in_children_and_gets_their_events(
     scene: Scene, command: tuple[str, ...], module: str
 ) -> None:
     said = await told(scene, *command, "works")
@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_package_that_is_run_finds_its_own_jobs(scene: Scene, tmp_path: Path) -> None:
+async def test_package_run_as_a_module_finds_its_own_tasks(scene: Scene, tmp_path: Path) -> None:
     package = tmp_path / "shop"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -115,7 +115,7 @@ async def test_a_queue_can_be_served_and_left_at_run_time(scene: Scene) -> None:
     assert "no task matches 'serve.c'" in said["wrong"]
 
 
-async def test_nothing_is_left_of_a_worker_when_its_block_is_over(scene: Scene) -> None:
+async def test_worker_leaves_nothing_after_its_block(scene: Scene) -> None:
     left = (await told(scene, *AS_MODULE, "rounds"))["left"]
     assert {processes for _, processes in left} == {0}
     assert len({fds for fds, _ in left[1:]}) == 1  # The first round may open what stays open.
@@ -124,19 +124,19 @@ async def test_nothing_is_left_of_a_worker_when_its_block_is_over(scene: Scene) 
 @pytest.mark.storages("sqlite")
 async def test_a_worker_that_is_cancelled_while_it_starts_leaves_nothing(scene: Scene) -> None:
     said = await told(scene, *AS_MODULE, "cancelled")
-    assert said.pop("more files") <= 3  # The open app's ear, and two files that SQLite keeps for later.
+    assert said.pop("more files") <= 3  # The open app's receiver, and two files that SQLite keeps for later.
     assert said == {"0.0": "TimeoutError", "0.02": "TimeoutError", "0.1": "TimeoutError", "left": 0}
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_child_for_suspects_goes_when_it_has_been_idle_for_a_while(scene: Scene) -> None:
+async def test_spare_child_for_isolated_jobs_ends_after_idling(scene: Scene) -> None:
     status, out, err = await run(scene, *AS_MODULE, "spare")
     assert (status, err.count(" died with ")) == (0, 2)
     assert json.loads(out) == {"there": True, "left": 1}
 
 
 @pytest.mark.storages("sqlite")
-async def test_apps_that_children_cannot_have_are_refused(scene: Scene) -> None:
+async def test_apps_that_children_cannot_use_are_refused(scene: Scene) -> None:
     said = await told(scene, *AS_MODULE, "refused")
     assert "define it at the top level of a module" in said["hidden"]
     assert "child processes cannot share memory://" in said["local"]
@@ -161,9 +161,7 @@ asyncio.run(main())
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_program_without_a_guard_is_told_so_and_does_not_start_workers_for_ever(
-    scene: Scene, tmp_path: Path
-) -> None:
+async def test_program_without_a_main_guard_gets_an_error_and_no_endless_workers(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "unguarded.py").write_text(UNGUARDED)
     status, _, err = await run(scene, "unguarded.py", cwd=tmp_path, seconds=8)
     assert status == 1

@@ -430,7 +430,7 @@ def summary(storage: str, history: History, judge: Judge, drained_s: float) -> s
 
 @pytest.mark.suite("slow")
 @pytest.mark.timeout(SECONDS + 240)
-async def test_six_promises_hold_whatever_handlers_do_and_whichever_worker_dies(scene: Scene) -> None:
+async def test_six_guarantees_hold_for_random_handlers_and_worker_kills(scene: Scene) -> None:
     history = History()
     producer, nemesis = Producer(scene.app, history), Nemesis(scene, history)
     for _ in range(WORKERS):
@@ -496,7 +496,7 @@ def good() -> History:
     )
 
 
-def test_the_judge_finds_nothing_in_a_good_history() -> None:
+def test_judge_finds_nothing_in_a_good_history() -> None:
     judge = Judge(good())
     assert judge.wrong == []
     assert all(judge.checked[name] > 0 for name in INVARIANTS)
@@ -556,7 +556,7 @@ FORGED: dict[str, tuple[str, str, Callable[[History], Any]]] = {
 
 
 @pytest.mark.parametrize(("invariant", "said", "forge"), FORGED.values(), ids=FORGED)
-def test_the_judge_sees_what_is_wrong(invariant: str, said: str, forge: Callable[[History], Any]) -> None:
+def test_judge_finds_each_forged_error(invariant: str, said: str, forge: Callable[[History], Any]) -> None:
     history = good()
     forge(history)
     wrong = Judge(history).wrong

@@ -25,7 +25,7 @@ NOISE_S = 2.0
 """What a busy machine may add to any bound."""
 
 
-async def test_jobs_of_a_killed_worker_all_finish_elsewhere_in_time_and_none_twice(scene: Scene) -> None:
+async def test_jobs_of_a_killed_worker_finish_once_on_another_worker_in_time(scene: Scene) -> None:
     lease_s = 1.0
     killed = await scene.worker("held:app", "--processes", "2", "--lease", f"{lease_s}", "--name", "k", children=2)
     await enqueue(scene.app, "hold", 100, {"gate": "go"})
@@ -43,7 +43,7 @@ async def test_jobs_of_a_killed_worker_all_finish_elsewhere_in_time_and_none_twi
 
 
 @pytest.mark.storages("sqlite")
-async def test_children_and_what_they_started_die_with_their_worker_whatever_they_do(scene: Scene) -> None:
+async def test_children_and_their_descendants_die_with_their_worker(scene: Scene) -> None:
     worker = await scene.worker("held:app", "--processes", "3", children=3)
     for queue, payload in (("grip", {"seconds": 3600}), ("nest", {}), ("bare", {"gate": "go"})):
         await scene.app.queue(queue).enqueue(payload, id=queue)
@@ -61,7 +61,7 @@ async def test_children_and_what_they_started_die_with_their_worker_whatever_the
 
 
 @pytest.mark.storages("sqlite")
-async def test_handlers_that_let_nothing_else_run_cost_no_lease(scene: Scene) -> None:
+async def test_handlers_that_block_the_process_lose_no_lease(scene: Scene) -> None:
     options = ("--processes", "2", "--lease", "0.6")
     await scene.worker("held:app", *options, children=2)
     handles = [await scene.app.queue(queue).enqueue({"seconds": 2}) for queue in ("grip", "burn")]
@@ -72,7 +72,7 @@ async def test_handlers_that_let_nothing_else_run_cost_no_lease(scene: Scene) ->
     assert len(scene.notes("began")) == 2
 
 
-async def test_a_run_that_has_lost_its_lease_is_told_so_and_killed_if_it_does_not_end(scene: Scene) -> None:
+async def test_run_that_lost_its_lease_is_cancelled_and_killed_if_it_does_not_end(scene: Scene) -> None:
     await scene.worker("held:app", "--processes", "1", "--lease", "1", "--name", "w")
     queues = ("hold", "watch", "stubborn")
     for queue in queues:
@@ -213,7 +213,7 @@ async def app(scene: Scene, url: str) -> AsyncIterator[Holdfast[Any]]:
 
 
 @pytest.mark.storages("sqlite")
-async def test_runs_that_hold_go_on_through_an_outage_of_three_leases_and_run_once(
+async def test_held_runs_continue_through_an_outage_of_three_leases_and_run_once(
     scene: Scene, app: Holdfast[Any], server: Server, url: str
 ) -> None:
     lease_s = 1.0
@@ -243,7 +243,7 @@ async def test_runs_that_hold_go_on_through_an_outage_of_three_leases_and_run_on
 
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("outage", ["killed", "frozen"])
-async def test_runs_that_die_with_the_storage_are_dead_before_their_lease_passes_on_and_uncounted(
+async def test_runs_stopped_by_an_outage_end_before_their_lease_moves_and_are_uncounted(
     scene: Scene, app: Holdfast[Any], server: Server, url: str, outage: str
 ) -> None:
     lease_s = 1.0

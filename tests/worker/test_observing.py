@@ -29,7 +29,7 @@ async def work(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_json_log_has_one_object_a_line_and_one_line_for_each_thing_that_became_of_a_job(scene: Scene) -> None:
+async def test_json_log_has_one_object_per_line_and_one_line_per_job_event(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "1", "--log-format", "json", "--name", "olga")
     await work(scene)
     assert await worker.stop() == 0
@@ -56,7 +56,7 @@ async def test_a_json_log_has_one_object_a_line_and_one_line_for_each_thing_that
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_text_log_says_the_same_in_one_line_each(scene: Scene) -> None:
+async def test_text_log_has_one_line_per_job_event(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "1", "--name", "olga")
     await work(scene)
     await scene.ask("secret", {"word": SECRET}, id="two\nlines")
@@ -78,7 +78,7 @@ async def test_a_text_log_says_the_same_in_one_line_each(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_an_id_that_is_no_text_does_not_break_the_log(scene: Scene) -> None:
+async def test_id_that_is_not_text_does_not_break_the_log(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "1", "--log-format", "json")
     await scene.app.queue("secret").enqueue({"word": "x"}, id=b"\xff\xfe")
     await settled(scene.app, "secret", 1)
@@ -109,7 +109,7 @@ async def test_hooks_are_called_in_a_child_in_order_and_once_for_each_event(scen
 
 
 @pytest.mark.storages("sqlite")
-async def test_hooks_hear_things_in_order_also_while_a_child_hears_nothing(scene: Scene) -> None:
+async def test_hooks_get_events_in_order_while_a_child_is_unresponsive(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     for _ in range(2):
         await scene.app.queue("spin").enqueue({"seconds": 0.7})
@@ -128,7 +128,7 @@ async def test_hooks_hear_things_in_order_also_while_a_child_hears_nothing(scene
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_happens_at_the_end_is_told_before_a_worker_is_gone(scene: Scene) -> None:
+async def test_last_events_are_delivered_before_a_worker_exits(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "2", "--grace", "0", children=2)
     await scene.app.queue("hold").enqueue({"until": "never"})
     await scene.noted("began")
@@ -142,7 +142,7 @@ async def record(scene: Scene) -> dict[str, Any]:
     return {"name": found.worker, "beat_at": found.beat_at, **found.facts}
 
 
-async def test_a_worker_is_on_record_while_it_is_there(scene: Scene) -> None:
+async def test_worker_is_listed_while_it_runs(scene: Scene) -> None:
     worker = await scene.worker(
         *("hosts:observed", "--processes", "2", "--name", "olga", "--lease", "2", "--queues", "hold"), children=2
     )
@@ -177,7 +177,7 @@ async def test_a_worker_is_on_record_while_it_is_there(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_worker_of_very_many_queues_is_on_record_too(scene: Scene) -> None:
+async def test_worker_of_very_many_queues_is_listed(scene: Scene) -> None:
     app = scene.place.app()
     for number in range(1_000):
         app.task(name=f"{'q' * 100}.{number:04}")(_nothing)

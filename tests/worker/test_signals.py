@@ -30,7 +30,7 @@ async def test_a_worker_that_is_stopped_under_load_loses_and_counts_nothing(scen
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_service_manager_that_tells_the_whole_tree_to_stop_hurts_no_job(scene: Scene) -> None:
+async def test_sigterm_to_the_whole_process_tree_loses_no_job(scene: Scene) -> None:
     await assert_load_survives(scene, lambda worker: [*worker.children(), worker.pid])
 
 
@@ -90,7 +90,7 @@ async def test_sigint_stops_a_worker_as_sigterm_does(scene: Scene) -> None:
 
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("grace", ["60", "0.2"])
-async def test_a_second_signal_is_quick_whatever_handlers_do(scene: Scene, grace: str) -> None:
+async def test_second_signal_stops_the_worker_quickly(scene: Scene, grace: str) -> None:
     """Whether runs still have their grace, or were told to stop and have half a minute for that."""
     worker = await scene.worker("held:app", "--processes", "2", "--grace", grace, children=2)
     await scene.app.queue("grip").enqueue({"seconds": 3600}, id="grip")
@@ -183,7 +183,7 @@ class Code:
         return worker
 
 
-async def test_sighup_replaces_the_children_one_by_one_and_hurts_no_job(scene: Scene) -> None:
+async def test_sighup_replaces_the_children_one_by_one_and_loses_no_job(scene: Scene) -> None:
     code = Code(scene)
     code.write("old")
     worker = await code.worker("--processes", "2", children=2)
@@ -226,7 +226,7 @@ async def ask_all_the_time(scene: Scene) -> list[Any]:
 
 
 @pytest.mark.storages("sqlite")
-async def test_new_tasks_are_served_and_those_that_are_gone_are_left_alone(scene: Scene) -> None:
+async def test_reload_serves_new_tasks_and_leaves_removed_ones(scene: Scene) -> None:
     code = Code(scene)
     code.write("old")
     worker = await code.worker("--processes", "1", "--lease", "0.5")
@@ -252,7 +252,7 @@ async def test_new_tasks_are_served_and_those_that_are_gone_are_left_alone(scene
 
 
 @pytest.mark.storages("sqlite")
-async def test_code_that_does_not_load_leaves_the_old_children_at_work_and_is_told_why(scene: Scene) -> None:
+async def test_reload_of_broken_code_keeps_the_old_children_and_logs_the_error(scene: Scene) -> None:
     code = Code(scene)
     code.write("old")
     worker = await code.worker("--processes", "2", children=2)
@@ -276,7 +276,7 @@ async def test_code_that_does_not_load_leaves_the_old_children_at_work_and_is_to
 
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("without", ["which", "any task"])
-async def test_code_that_has_nothing_to_serve_any_more_can_be_mended(scene: Scene, without: str) -> None:
+async def test_reload_of_code_without_tasks_can_be_fixed_by_another_reload(scene: Scene, without: str) -> None:
     code = Code(scene)
     code.write("old")
     worker = await code.worker("--processes", "1", "--queues", "whic?")
@@ -293,7 +293,7 @@ async def test_code_that_has_nothing_to_serve_any_more_can_be_mended(scene: Scen
 
 
 @pytest.mark.storages("sqlite")
-async def test_sighup_to_the_children_alone_hurts_no_job(scene: Scene) -> None:
+async def test_sighup_to_the_children_alone_loses_no_job(scene: Scene) -> None:
     worker = await scene.worker("held:app", "--processes", "1")
     handle = await scene.app.queue("hold").enqueue({"gate": "go"})
     await scene.noted("began")

@@ -38,7 +38,7 @@ def queue_of(kind: str, name: str = "stuck") -> str:
     return name if kind in ON_THE_LOOP else f"{name}.thread"
 
 
-async def test_whatever_a_run_is_stuck_in_it_is_dead_in_time_and_counted_once_before_it_runs_again(
+async def test_stuck_run_is_killed_in_time_and_counted_once_before_it_runs_again(
     scene: Scene,
 ) -> None:
     kinds = ON_THE_LOOP + ON_A_THREAD
@@ -60,7 +60,7 @@ async def test_whatever_a_run_is_stuck_in_it_is_dead_in_time_and_counted_once_be
     await until(lambda: len(worker.children()) == len(kinds))
 
 
-async def test_neighbours_of_a_stuck_run_finish_or_go_back_uncounted_where_their_process_was_deaf(
+async def test_other_runs_beside_a_stuck_one_finish_or_are_released_uncounted(
     scene: Scene,
 ) -> None:
     deaf = {"spin", "hold_the_gil"}
@@ -104,7 +104,7 @@ async def test_a_cancelled_run_that_does_not_stop_is_killed_and_its_job_ends_can
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_success_that_comes_late_but_before_the_kill_is_a_success(scene: Scene) -> None:
+async def test_late_success_before_the_kill_counts(scene: Scene) -> None:
     worker = await scene.worker("stuck:app", "--processes", "1")
     rested = await scene.app.queue("neighbour").enqueue({})
     (nap,) = await scene.noted("nap")
@@ -126,7 +126,7 @@ async def test_a_success_that_comes_late_but_before_the_kill_is_a_success(scene:
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_task_says_how_long_its_runs_may_take_to_stop(scene: Scene) -> None:
+async def test_task_option_sets_how_long_its_runs_may_take_to_stop(scene: Scene) -> None:
     worker = await scene.worker("stuck:app", "--processes", "2", children=2)
     took: dict[str, float] = {}
     for queue in ("patient", "impatient"):
@@ -141,7 +141,7 @@ async def test_a_task_says_how_long_its_runs_may_take_to_stop(scene: Scene) -> N
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_process_is_replaced_at_once_and_only_once_however_many_of_its_runs_are_stuck(scene: Scene) -> None:
+async def test_process_with_several_stuck_runs_is_replaced_once_and_at_once(scene: Scene) -> None:
     worker = await scene.worker("stuck:app", "--processes", "1")
     rested = await scene.app.queue("neighbour").enqueue({}, id="n")
     (nap,) = await scene.noted("nap")
@@ -178,7 +178,7 @@ async def embedded(scene: Scene, monkeypatch: pytest.MonkeyPatch, target: str, *
 
 
 @pytest.mark.storages("sqlite")
-async def test_healthy_neighbours_that_take_too_long_go_back_uncounted_when_drain_grace_has_passed(
+async def test_slow_runs_beside_a_stuck_one_are_released_uncounted_after_drain_grace(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with embedded(scene, monkeypatch, "stuck:app", drain_grace_s=0.5):
@@ -196,13 +196,13 @@ async def test_healthy_neighbours_that_take_too_long_go_back_uncounted_when_drai
 
 
 @pytest.mark.storages("sqlite")
-async def test_what_a_handler_forks_ends_when_the_handler_terminates_it(scene: Scene) -> None:
+async def test_fork_of_a_handler_ends_when_the_handler_terminates_it(scene: Scene) -> None:
     await scene.worker("stuck:app", "--processes", "1")
     assert await scene.ask("forks") == [-signal.SIGTERM] * 10
 
 
 @pytest.mark.storages("sqlite")
-async def test_a_process_that_what_a_run_left_behind_has_made_deaf_is_replaced_before_a_job_is_lost_to_it(
+async def test_process_blocked_by_leftovers_of_a_run_is_replaced_without_losing_a_job(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_handle, "LOST_S", 1.0)

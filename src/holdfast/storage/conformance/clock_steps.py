@@ -128,14 +128,14 @@ Arrange = Callable[[Stage], Awaitable[None]]
 
 
 @pytest.mark.parametrize("arrange", DUE)
-async def test_what_was_due_stays_due(stage: SteppingStage, arrange: Arrange) -> None:
+async def test_due_job_stays_due_after_a_step(stage: SteppingStage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.step(-HOUR)
     assert ids(await stage.claim(10)) == ["a"]
 
 
 @pytest.mark.parametrize("arrange", DUE)
-async def test_what_was_due_stays_due_after_a_second_step(stage: SteppingStage, arrange: Arrange) -> None:
+async def test_due_job_stays_due_after_a_second_step(stage: SteppingStage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.step(-HOUR)
     stage.clock.advance(5)
@@ -144,18 +144,14 @@ async def test_what_was_due_stays_due_after_a_second_step(stage: SteppingStage, 
 
 
 @pytest.mark.parametrize("arrange", DUE)
-async def test_what_was_due_stays_due_after_a_step_of_less_than_a_second(
-    stage: SteppingStage, arrange: Arrange
-) -> None:
+async def test_due_job_stays_due_after_a_step_of_less_than_a_second(stage: SteppingStage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.step(-0.9)
     assert ids(await stage.claim(10)) == ["a"]
 
 
 @pytest.mark.parametrize("arrange", DUE)
-async def test_a_run_that_ends_after_the_step_goes_back_to_where_it_is_due(
-    stage: SteppingStage, arrange: Arrange
-) -> None:
+async def test_run_released_after_the_step_is_due_again(stage: SteppingStage, arrange: Arrange) -> None:
     await arrange(stage)
     job = await stage.claim_one()
     await stage.step(-HOUR)
@@ -165,7 +161,7 @@ async def test_a_run_that_ends_after_the_step_goes_back_to_where_it_is_due(
     assert (again.id, ids(await stage.claim(10))) == ("a", ["a"])
 
 
-async def test_what_was_due_keeps_its_order(stage: SteppingStage) -> None:
+async def test_due_jobs_keep_their_order(stage: SteppingStage) -> None:
     now = stage.wall()
     for n, seconds in enumerate((9, 3, 7, 3, 5)):
         await stage.enqueue(f"{n}", run_at=now + seconds * 1_000_000)
@@ -194,7 +190,7 @@ async def test_a_lease_lasts_its_own_remaining_length_and_is_taken_back_in_two_s
     assert (await stage.sweep()).stalled == ["a"]
 
 
-async def test_a_lease_that_is_overdue_at_the_step_is_taken_back_half_a_lease_after_its_mark(
+async def test_overdue_lease_is_taken_back_half_a_lease_after_its_mark_over_a_step(
     stage: SteppingStage,
 ) -> None:
     await running(stage, lease=10)
@@ -217,7 +213,7 @@ async def test_a_claim_says_how_long_a_lease_has_left(stage: SteppingStage) -> N
     assert claim.next_sweep_at - claim.now == 6_000_000
 
 
-async def test_a_living_holder_keeps_its_lease(stage: SteppingStage) -> None:
+async def test_worker_that_extends_keeps_its_lease_over_a_step(stage: SteppingStage) -> None:
     job = await running(stage, lease=10)
     await stage.step(-HOUR)
     for _ in range(20):
@@ -250,27 +246,27 @@ async def test_a_lease_settles_after_the_step_and_a_stale_one_does_not(stage: St
 # lengths
 
 
-async def test_a_delay_lasts_its_own_length(stage: SteppingStage) -> None:
+async def test_delay_keeps_its_length_over_a_step(stage: SteppingStage) -> None:
     await stage.enqueue("a", delay=100)
     stage.clock.advance(40)
     await stage.step(-HOUR)
     assert await due_in(stage, 60)
 
 
-async def test_a_delay_asked_for_after_the_step_lasts_its_own_length(stage: SteppingStage) -> None:
+async def test_delay_requested_after_the_step_keeps_its_length(stage: SteppingStage) -> None:
     await stage.step(-HOUR)
     await stage.enqueue("a", delay=100)
     assert await due_in(stage, 100)
 
 
-async def test_a_backoff_lasts_its_own_length(stage: SteppingStage) -> None:
+async def test_backoff_keeps_its_length_over_a_step(stage: SteppingStage) -> None:
     await stage.retry(await running(stage), delay=100)
     stage.clock.advance(40)
     await stage.step(-HOUR)
     assert await due_in(stage, 60)
 
 
-async def test_a_stalled_jobs_delay_lasts_its_own_length(stage: SteppingStage) -> None:
+async def test_delay_of_a_stalled_job_keeps_its_length_over_a_step(stage: SteppingStage) -> None:
     for _ in range(2):
         await running(stage, lease=10)
         await stage.expire(lease=10)
@@ -279,7 +275,7 @@ async def test_a_stalled_jobs_delay_lasts_its_own_length(stage: SteppingStage) -
     assert await due_in(stage, 6)
 
 
-async def test_lengths_last_their_own_length_over_two_steps(stage: SteppingStage) -> None:
+async def test_delay_keeps_its_length_over_two_steps(stage: SteppingStage) -> None:
     await stage.enqueue("a", delay=100)
     stage.clock.advance(40)
     await stage.step(-HOUR)
@@ -288,7 +284,7 @@ async def test_lengths_last_their_own_length_over_two_steps(stage: SteppingStage
     assert await due_in(stage, 50)
 
 
-async def test_a_step_that_the_queue_slept_through_costs_at_most_the_length_again(stage: SteppingStage) -> None:
+async def test_delay_restarts_after_a_clock_step_that_no_call_saw(stage: SteppingStage) -> None:
     await stage.enqueue("a", delay=100)
     stage.clock.advance(40 - HOUR)
     await stage.sweep()
@@ -307,7 +303,7 @@ async def test_a_claim_says_how_long_to_sleep(stage: SteppingStage) -> None:
 # forget times
 
 
-async def test_an_outcome_is_remembered_for_its_own_length(stage: SteppingStage) -> None:
+async def test_outcome_is_kept_for_its_ttl_over_a_step(stage: SteppingStage) -> None:
     await stage.complete(await running(stage), ttl=100)
     stage.clock.advance(40)
     await stage.step(-HOUR)
@@ -319,7 +315,7 @@ async def test_an_outcome_is_remembered_for_its_own_length(stage: SteppingStage)
     assert (await stage.sweep()).forgotten == 1
 
 
-async def test_what_was_forgotten_stays_forgotten(stage: SteppingStage) -> None:
+async def test_forgotten_record_stays_forgotten_after_a_step(stage: SteppingStage) -> None:
     await stage.complete(await running(stage), ttl=10)
     await stage.fail(await stage_other(stage), ttl=1000)
     stage.clock.advance(10)
@@ -334,7 +330,7 @@ async def stage_other(stage: Stage) -> Job:
     return await stage.claim_one()
 
 
-async def test_a_completed_job_answers_from_its_cache_for_its_own_length(stage: SteppingStage) -> None:
+async def test_cached_outcome_is_returned_for_its_ttl_over_a_step(stage: SteppingStage) -> None:
     await stage.complete(await running(stage), ttl=1000, dedup=100)
     stage.clock.advance(40)
     await stage.step(-HOUR)
@@ -344,7 +340,7 @@ async def test_a_completed_job_answers_from_its_cache_for_its_own_length(stage: 
     assert (await stage.enqueue("a")).placed is Placed.NEW
 
 
-async def test_what_a_waiter_asked_for_lasts_its_own_length(stage: SteppingStage) -> None:
+async def test_keep_of_a_waiter_lasts_its_length_over_a_step(stage: SteppingStage) -> None:
     await stage.enqueue("a", keep=100)
     job = await stage.claim_one()
     stage.clock.advance(40)
@@ -356,7 +352,7 @@ async def test_what_a_waiter_asked_for_lasts_its_own_length(stage: SteppingStage
     assert await stage.get("a") is None
 
 
-async def test_a_previous_outcome_is_remembered_for_its_own_length(stage: SteppingStage) -> None:
+async def test_previous_outcome_is_kept_for_its_ttl_over_a_step(stage: SteppingStage) -> None:
     await stage.fail(await running(stage), ttl=100)
     await stage.enqueue("a")
     stage.clock.advance(40)

@@ -22,7 +22,7 @@ async def test_an_absolute_time_asked_for_before_the_step_follows_the_corrected_
     assert await due_in(stage, 2 * HOUR)
 
 
-async def test_an_absolute_time_is_put_back_however_often_it_is_looked_at(stage: SteppingStage) -> None:
+async def test_absolute_time_follows_the_clock_after_any_number_of_claims(stage: SteppingStage) -> None:
     await stage.enqueue("a", run_at=stage.wall(2 * HOUR))
     stage.clock.advance(HOUR)
     await stage.step(-HOUR)
@@ -38,7 +38,7 @@ async def test_an_absolute_time_asked_for_after_the_step_follows_the_corrected_c
     assert await due_in(stage, 2 * HOUR)
 
 
-async def test_an_absolute_time_that_the_old_clock_had_shown_is_not_due_if_asked_for_after_the_step(
+async def test_absolute_time_shown_before_the_step_is_not_due_if_requested_after_it(
     stage: SteppingStage,
 ) -> None:
     await stage.step(-HOUR)
@@ -149,7 +149,7 @@ async def test_absolute_times_asked_for_before_and_after_the_step_keep_their_ord
     assert order == ["6500", "7000", "7500", "8000", "8000 too", "8000 last", "8500", "9000"]
 
 
-async def test_jobs_that_only_look_due_hold_up_what_is_due_for_a_bounded_number_of_claims(
+async def test_jobs_that_only_look_due_delay_due_jobs_by_a_bounded_number_of_claims(
     stage: SteppingStage,
 ) -> None:
     for n in range(30):
@@ -230,7 +230,7 @@ async def test_generations_and_fences_never_go_back(stage: SteppingStage) -> Non
 # small steps
 
 
-async def test_a_step_of_less_than_a_second_is_waited_out(stage: SteppingStage) -> None:
+async def test_step_back_of_less_than_a_second_holds_the_clock(stage: SteppingStage) -> None:
     await stage.enqueue("a", delay=100)
     stage.clock.advance(40)
     await stage.step(-0.9)
@@ -247,7 +247,7 @@ async def test_many_steps_of_less_than_a_second_take_no_lease_and_lose_nothing(s
     assert await stage.complete(job) is SettleResult.OK
 
 
-async def test_a_small_step_is_not_seen_as_a_clock_to_follow(stage: SteppingStage) -> None:
+async def test_absolute_time_is_exact_after_a_step_of_less_than_a_second(stage: SteppingStage) -> None:
     await stage.enqueue("a", run_at=stage.wall(100))
     stage.clock.advance(40)
     await stage.step(-0.9)
@@ -257,7 +257,7 @@ async def test_a_small_step_is_not_seen_as_a_clock_to_follow(stage: SteppingStag
 # jumps ahead
 
 
-async def test_no_living_lease_is_reaped_by_the_claims_after_a_jump_ahead(stage: SteppingStage) -> None:
+async def test_claims_after_a_jump_ahead_take_back_no_live_lease(stage: SteppingStage) -> None:
     for n in range(8):
         await stage.enqueue(f"{n}")
     jobs = await stage.claim(8, lease=10)
@@ -283,7 +283,7 @@ async def test_a_lease_survives_a_jump_ahead_and_back(stage: SteppingStage) -> N
     assert (await stage.sweep()).overdue == []
 
 
-async def test_a_jump_ahead_makes_due_what_the_clock_says_is_due(stage: SteppingStage) -> None:
+async def test_jump_ahead_makes_jobs_due_by_the_new_clock(stage: SteppingStage) -> None:
     await stage.enqueue("absolute", run_at=stage.wall(HOUR))
     await stage.enqueue("delayed", delay=HOUR)
     await stage.enqueue("later", run_at=stage.wall(HOUR + 1))
@@ -332,7 +332,7 @@ async def test_counts_and_ages_are_right_after_the_step(stage: SteppingStage) ->
 # all together
 
 
-async def test_nothing_is_lost_and_nothing_runs_twice(stage: SteppingStage) -> None:
+async def test_no_job_is_lost_or_runs_twice_over_steps(stage: SteppingStage) -> None:
     for n in range(40):
         await stage.enqueue(f"{n}", delay=n % 7, priority=n % 3)
     held = await stage.claim(5, worker="dead")
@@ -355,9 +355,7 @@ async def test_nothing_is_lost_and_nothing_runs_twice(stage: SteppingStage) -> N
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_through_any_steps_delays_last_and_absolute_times_follow_what_the_clock_has_shown(
-    stage: SteppingStage, seed: int
-) -> None:
+async def test_delays_and_absolute_times_are_right_through_random_clock_steps(stage: SteppingStage, seed: int) -> None:
     rng = random.Random(seed)
     elapsed = 0.0
     lasts: dict[str, float] = {}

@@ -143,7 +143,7 @@ async def test_an_update_without_a_time_means_its_own_now_also_on_a_merge(
     assert (await stage.claim_one()).id == "a"
 
 
-async def test_an_update_without_a_time_does_not_hurry_a_backoff_it_may_only_put_off(stage: Stage) -> None:
+async def test_update_without_a_time_does_not_shorten_a_backoff_under_if_later(stage: Stage) -> None:
     run = await running(stage)
     await stage.enqueue("a", update=Update(run_at="if_later"))
     await stage.retry(run, delay=50)
@@ -200,7 +200,7 @@ async def test_two_updates_of_run_at_merged_into_a_retry(stage: Stage, first: Ru
     ],
 )
 @pytest.mark.parametrize("end", [release, complete], ids=custom_id)
-async def test_of_two_updates_a_payload_once_taken_stays_taken(
+async def test_payload_taken_by_the_first_of_two_updates_stays(
     stage: Stage, end: End, first: bool, second: bool, merged: bytes, promoted: bytes
 ) -> None:
     run = await running(stage)
@@ -331,7 +331,7 @@ RETRY = {"payload": None, "update": Update(payload=False)}
 
 
 @pytest.mark.parametrize("arrange", ENDED, ids=custom_id)
-async def test_the_operators_retry_restarts_a_failed_or_cancelled_job_with_its_own_work(
+async def test_operator_retry_restarts_a_failed_or_cancelled_job_with_its_payload(
     stage: Stage, arrange: Arrange
 ) -> None:
     before = await arrange(stage)
@@ -344,9 +344,7 @@ async def test_the_operators_retry_restarts_a_failed_or_cancelled_job_with_its_o
 
 
 @pytest.mark.parametrize("arrange", LIVE, ids=custom_id)
-async def test_the_operators_retry_of_a_live_job_is_a_duplicate_and_changes_nothing(
-    stage: Stage, arrange: Arrange
-) -> None:
+async def test_operator_retry_of_a_live_job_is_a_duplicate_and_changes_nothing(stage: Stage, arrange: Arrange) -> None:
     before = await arrange(stage)
     stage.clock.advance(1)
     reply = await stage.enqueue("a", **RETRY)  # type: ignore[arg-type]
@@ -354,13 +352,13 @@ async def test_the_operators_retry_of_a_live_job_is_a_duplicate_and_changes_noth
     assert await stage.the("a") == before
 
 
-async def test_the_operators_retry_of_no_job_places_nothing(stage: Stage) -> None:
+async def test_operator_retry_of_a_missing_job_places_nothing(stage: Stage) -> None:
     assert await stage.enqueue("a", **RETRY) == Enqueued("a", None)  # type: ignore[arg-type]
     assert await stage.get("a") is None
 
 
 @pytest.mark.parametrize("age", [0, 10], ids=["fresh", "past dedup_ttl"])
-async def test_the_operators_retry_of_a_completed_job_places_nothing(stage: Stage, age: float) -> None:
+async def test_operator_retry_of_a_completed_job_places_nothing(stage: Stage, age: float) -> None:
     await ready(stage)
     await stage.complete(await stage.claim_one(), ttl=100, dedup=10)
     stage.clock.advance(age)
@@ -370,7 +368,7 @@ async def test_the_operators_retry_of_a_completed_job_places_nothing(stage: Stag
     assert await stage.the("a") == before
 
 
-async def test_the_operators_retry_of_a_forgotten_failure_places_nothing(stage: Stage) -> None:
+async def test_operator_retry_of_a_forgotten_failure_places_nothing(stage: Stage) -> None:
     await failed(stage)
     stage.clock.advance(86_400)
     assert await stage.enqueue("a", **RETRY) == Enqueued("a", None)  # type: ignore[arg-type]
@@ -418,7 +416,7 @@ async def test_a_finished_id_several_times_in_a_batch_restarts_once(stage: Stage
     assert [reply.state for reply in replies] == [State.FAILED, State.WAITING, State.WAITING]
 
 
-async def test_an_item_that_places_nothing_does_not_hold_up_its_batch(stage: Stage) -> None:
+async def test_item_that_places_nothing_does_not_affect_its_batch(stage: Stage) -> None:
     replies = await stage.storage.enqueue(
         "q", [request(id="b"), request(None, Update(payload=False)), request(b"1"), request(id="c")]
     )
@@ -426,14 +424,14 @@ async def test_an_item_that_places_nothing_does_not_hold_up_its_batch(stage: Sta
     assert [job.id for job in await stage.claim(5)] == ["b", "a", "c"]
 
 
-async def test_every_request_of_a_batch_has_a_generation_of_its_own(stage: Stage) -> None:
+async def test_every_request_of_a_batch_has_its_own_generation(stage: Stage) -> None:
     replies = await stage.storage.enqueue("q", [request(id=f"{n}") for n in range(50)])
     generations = [reply.generation for reply in replies]
     assert generations == sorted(set(generations))
 
 
 @pytest.mark.parametrize("known", ["0", "49", "50", "119"])
-async def test_ids_that_nobody_chose_may_be_there_all_the_same(stage: Stage, known: str) -> None:
+async def test_batch_of_new_ids_may_contain_an_existing_id(stage: Stage, known: str) -> None:
     (before,) = await stage.storage.enqueue("q", [Request(known, Work(b"payload"))])
     replies = await stage.storage.enqueue("q", [Request(f"{n}", Work(b"payload")) for n in range(120)])
     assert {reply.id for reply in replies if reply.placed is not Placed.NEW} == {known}
@@ -442,7 +440,7 @@ async def test_ids_that_nobody_chose_may_be_there_all_the_same(stage: Stage, kno
     assert (stats.ready, stats.totals["enqueued"]) == (120, 120)
 
 
-async def test_an_id_that_nobody_chose_may_be_in_a_batch_twice(stage: Stage) -> None:
+async def test_batch_of_new_ids_may_contain_an_id_twice(stage: Stage) -> None:
     names = [f"{n}" for n in range(100)] + ["7"]
     replies = await stage.storage.enqueue("q", [Request(name, Work(b"payload")) for name in names])
     assert [reply.placed for reply in replies] == [Placed.NEW] * 100 + [Placed.DUPLICATE]

@@ -88,7 +88,7 @@ async def test_an_expired_lease_is_first_marked_and_taken_back_half_a_lease_late
     assert (job.state, job.stalls, job.retries) == (State.WAITING, 1, 0)
 
 
-async def test_the_living_are_not_reaped_after_an_outage_of_many_leases(stage: Stage) -> None:
+async def test_live_leases_are_not_taken_back_after_an_outage_of_many_leases(stage: Stage) -> None:
     for id in "abcde":
         await stage.enqueue(id)
     jobs = await stage.claim(5, lease=10)
@@ -103,7 +103,7 @@ async def test_the_living_are_not_reaped_after_an_outage_of_many_leases(stage: S
     assert [await stage.complete(job) for job in jobs] == [SettleResult.OK] * 5
 
 
-async def test_a_rare_sweeper_does_not_reap_the_living_either(stage: Stage) -> None:
+async def test_rare_sweep_takes_back_no_live_lease(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one(lease=10)
     for _ in range(5):
@@ -112,7 +112,7 @@ async def test_a_rare_sweeper_does_not_reap_the_living_either(stage: Stage) -> N
         assert (await stage.extend(job, lease=10)).lost == []
 
 
-async def test_a_killed_workers_job_is_back_within_one_and_a_half_leases_when_swept_as_told(stage: Stage) -> None:
+async def test_job_of_a_killed_worker_is_due_again_within_one_and_a_half_leases(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.claim_one(lease=3)
     killed_at = stage.wall()
@@ -134,7 +134,7 @@ async def test_extend_renews_the_lease_and_keeps_progress(stage: Stage) -> None:
     assert (run.until_at, run.lease_ms, run.progress) == (stage.wall(20), 20_000, b"half")
 
 
-async def test_extend_tells_of_a_cancel(stage: Stage) -> None:
+async def test_extend_returns_a_cancel_request(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     assert await stage.cancel("a") is CancelResult.ASKED
@@ -161,7 +161,7 @@ async def test_a_stalled_job_keeps_its_place_in_front_the_first_time(stage: Stag
     assert [job.id for job in await stage.claim(2)] == ["first", "second"]
 
 
-async def test_from_the_second_stall_on_a_job_waits_twice_as_long_each_time_up_to_five_minutes(stage: Stage) -> None:
+async def test_wait_doubles_from_the_second_stall_up_to_five_minutes(stage: Stage) -> None:
     await stage.enqueue("a")
     delays: list[float] = []
     for _ in range(9):
@@ -174,7 +174,7 @@ async def test_from_the_second_stall_on_a_job_waits_twice_as_long_each_time_up_t
     assert delays[0] < 0
 
 
-async def test_sweep_is_bounded_and_says_that_there_is_more(stage: Stage) -> None:
+async def test_sweep_is_bounded_and_reports_remaining_work(stage: Stage) -> None:
     for n in range(5):
         await stage.enqueue(f"{n}")
     await stage.claim(5, lease=10)
@@ -208,7 +208,7 @@ async def test_release_puts_the_job_back_in_its_place_uncounted(stage: Stage) ->
     assert (await stage.claim_one()).id == "first"
 
 
-async def test_a_stall_that_its_worker_reports_keeps_the_jobs_place_unless_it_is_to_wait(stage: Stage) -> None:
+async def test_reported_stall_without_a_delay_keeps_the_place_of_the_job(stage: Stage) -> None:
     await stage.enqueue("first")
     stage.clock.advance(1)
     await stage.enqueue("second")

@@ -51,13 +51,13 @@ async def test_a_higher_priority_goes_before_an_earlier_run_at(stage: Stage) -> 
     assert ids(await stage.claim(2)) == ["high", "early"]
 
 
-async def test_a_high_priority_that_is_not_due_does_not_hold_up_a_low_one(stage: Stage) -> None:
+async def test_high_priority_job_that_is_not_due_does_not_delay_a_low_one(stage: Stage) -> None:
     await stage.enqueue("high", delay=10, priority=9)
     await stage.enqueue("low", priority=0)
     assert ids(await stage.claim(2)) == ["low"]
 
 
-async def test_at_the_same_instant_jobs_go_in_the_order_of_their_arrival_whatever_their_ids(stage: Stage) -> None:
+async def test_jobs_due_at_the_same_instant_run_in_order_of_arrival(stage: Stage) -> None:
     names = ["c", "a", "b", "zz", "0"]
     for id in names:
         await stage.enqueue(id)
@@ -71,7 +71,7 @@ async def test_jobs_of_one_batch_go_in_its_order(stage: Stage) -> None:
     assert ids(await stage.claim(20)) + ids(await stage.claim(20)) == names
 
 
-async def test_a_past_run_at_goes_before_what_arrived_earlier(stage: Stage) -> None:
+async def test_past_run_at_goes_before_earlier_arrivals(stage: Stage) -> None:
     await stage.enqueue("now")
     await stage.enqueue("past", run_at=stage.wall(-1))
     assert ids(await stage.claim(2)) == ["past", "now"]
@@ -169,7 +169,7 @@ async def test_the_next_run_at_is_the_earliest_of_all_priorities(stage: Stage) -
     assert (await ask(stage)).next_run_at == stage.wall(10)
 
 
-async def test_a_claim_that_leaves_ready_jobs_says_so(stage: Stage) -> None:
+async def test_claim_reports_remaining_ready_jobs(stage: Stage) -> None:
     await add(stage, "a", "b")
     claim = await ask(stage, 1)
     assert claim.next_run_at is not None

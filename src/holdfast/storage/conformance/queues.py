@@ -88,7 +88,7 @@ async def test_a_purged_job_is_gone_and_its_id_is_free(stage: Stage) -> None:
     assert (again.state, again.generation > first.generation) == (None, True)
 
 
-async def test_purge_asks_running_jobs_to_cancel_once_and_drops_what_follows_them(stage: Stage) -> None:
+async def test_purge_requests_one_cancel_of_running_jobs_and_drops_their_next(stage: Stage) -> None:
     await add(stage, "a", "b", "c")
     a, *_ = await stage.claim(3)
     await stage.enqueue("a", update=Update())
@@ -134,7 +134,7 @@ async def test_a_dropped_queue_is_new_when_it_is_used_again(stage: Stage) -> Non
     assert ids(await stage.claim(5)) == ["b"]
 
 
-async def test_the_stamps_of_a_dropped_queue_do_not_come_again(stage: Stage) -> None:
+async def test_stamps_of_a_dropped_queue_are_not_reused(stage: Stage) -> None:
     generations = {reply.generation for reply in await add(stage, *"abc")}
     stale = await stage.claim_one()
     await stage.complete(stale, ttl=0)
@@ -178,7 +178,7 @@ async def test_the_last_announcement_counts(stage: Stage) -> None:
     assert (stats.beat_at, stats.expires_at) == (stage.wall(), stage.wall(5))
 
 
-async def test_a_worker_that_is_silent_for_its_time_is_there_no_more(stage: Stage) -> None:
+async def test_worker_is_unlisted_when_its_announcement_expires(stage: Stage) -> None:
     await stage.enqueue("a")
     await announce(stage, "w1", "q", ttl=10)
     stage.clock.advance(10 - MICROSECOND)
@@ -203,7 +203,7 @@ async def test_one_workers_announcement_does_not_remove_another_that_lives(stage
     assert await workers(stage) == ["w2", "w3"]
 
 
-async def test_an_evicted_worker_is_told_at_every_announcement_and_no_other_is(stage: Stage) -> None:
+async def test_every_announcement_of_only_the_evicted_worker_returns_the_eviction(stage: Stage) -> None:
     assert not await announce(stage, "w1")
     await announce(stage, "w2")
     assert await stage.storage.evict("w1") is True
@@ -272,13 +272,13 @@ async def test_a_failure_without_a_follow_up_makes_no_companion_queue(stage: Sta
     assert [stats.queue for stats in (await stage.storage.snapshot()).queues] == ["q"]
 
 
-async def test_a_failure_that_is_not_remembered_has_its_follow_up_too(stage: Stage) -> None:
+async def test_failure_without_ttl_has_a_follow_up(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.fail(await stage.claim_one(), ttl=0, follow_up=FOLLOW_UP)
     assert len(await follow_ups(stage)) == 1
 
 
-async def test_a_failure_with_a_next_has_its_follow_up_too_under_the_failed_generation(stage: Stage) -> None:
+async def test_failure_with_next_has_a_follow_up_under_the_failed_generation(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
     await stage.enqueue("a", update=Update())
@@ -287,7 +287,7 @@ async def test_a_failure_with_a_next_has_its_follow_up_too_under_the_failed_gene
     assert (await stage.the("a")).generation > job.generation
 
 
-async def test_every_failed_generation_has_a_follow_up_of_its_own(stage: Stage) -> None:
+async def test_every_failed_generation_has_its_own_follow_up(stage: Stage) -> None:
     wanted = []
     for _ in range(3):
         await stage.enqueue("a")
@@ -333,7 +333,7 @@ async def test_a_lost_failure_has_no_follow_up(stage: Stage) -> None:
     assert await follow_ups(stage) == []
 
 
-async def test_the_longest_id_has_room_for_its_follow_up(stage: Stage) -> None:
+async def test_job_with_the_longest_id_can_have_a_follow_up(stage: Stage) -> None:
     id = "x" * 512
     await stage.enqueue(id)
     job = await stage.claim_one()

@@ -86,9 +86,7 @@ async def test_a_queue_that_is_not_there_has_one_empty_page(stage: Stage) -> Non
 
 
 @pytest.mark.parametrize("state", [None, State.WAITING], ids=["all", "waiting"])
-async def test_what_does_not_change_is_listed_once_while_other_jobs_come_and_go(
-    stage: Stage, state: State | None
-) -> None:
+async def test_unchanged_jobs_are_listed_once_while_others_change(stage: Stage, state: State | None) -> None:
     await add(stage, *(f"go-{n:02}" for n in range(40)), priority=6)
     await add(stage, *(f"stay-{n:02}" for n in range(20)))
     listed: list[str] = []

@@ -38,7 +38,7 @@ async def test_a_leased_job_is_not_ready_until_its_lease_has_expired(stage: Stag
     assert await ready(stage, "q") == ["q"]
 
 
-async def test_a_paused_queue_is_ready_only_for_what_must_be_taken_back(stage: Stage) -> None:
+async def test_paused_queue_is_ready_only_for_expired_leases(stage: Stage) -> None:
     await stage.storage.enqueue("q", [Request("a", Work(b"1")), Request("b", Work(b"1"))])
     await stage.storage.claim("q", 1, worker=WORKER, lease_ms=1_000)
     await stage.storage.pause("q", True)
@@ -48,7 +48,7 @@ async def test_a_paused_queue_is_ready_only_for_what_must_be_taken_back(stage: S
     await stage.storage.pause("q", False)
 
 
-async def test_looking_changes_nothing_and_a_finished_queue_is_not_ready(stage: Stage) -> None:
+async def test_ready_changes_nothing_and_omits_a_finished_queue(stage: Stage) -> None:
     await stage.storage.enqueue("q", [Request("a", Work(b"1"), custom_id=True)])
     (job,) = (await stage.storage.claim("q", 1, worker=WORKER, lease_ms=1_000)).jobs
     assert job.fence is not None

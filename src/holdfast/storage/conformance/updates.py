@@ -205,7 +205,7 @@ async def test_keep_on_a_failed_or_cancelled_job_restarts_it_as_a_new_generation
 
 @pytest.mark.parametrize("update", [None, Update()], ids=["keep", "update"])
 @pytest.mark.parametrize("arrange", FINISHED, ids=custom_id)
-async def test_past_its_forget_time_a_job_is_placed_as_if_it_had_never_been(
+async def test_enqueue_past_the_forget_time_places_a_new_job(
     stage: Stage, arrange: Arrange, update: Update | None
 ) -> None:
     await arrange(stage)
@@ -314,20 +314,22 @@ async def test_an_update_restarts_a_finished_job_at_its_own_time_and_with_no_cou
 
 
 @pytest.mark.parametrize("arrange", FINISHED, ids=custom_id)
-async def test_payload_true_on_a_finished_job_takes_the_requests_own(stage: Stage, arrange: Arrange) -> None:
+async def test_payload_true_on_a_finished_job_takes_the_payload_of_the_request(stage: Stage, arrange: Arrange) -> None:
     await arrange(stage)
     await stage.enqueue("a", b"asked", update=Update(), **ASKED)
     assert (await stage.the("a")).work == ASKED_WORK
 
 
 @pytest.mark.parametrize("arrange", ENDED, ids=custom_id)
-async def test_payload_false_on_a_failed_or_cancelled_job_takes_what_is_stored(stage: Stage, arrange: Arrange) -> None:
+async def test_payload_false_on_a_failed_or_cancelled_job_takes_the_stored_payload(
+    stage: Stage, arrange: Arrange
+) -> None:
     await arrange(stage)
     await stage.enqueue("a", b"asked", update=Update(payload=False), **ASKED)
     assert (await stage.the("a")).work == STORED_WORK
 
 
-async def test_payload_false_on_a_completed_job_takes_the_requests_own(stage: Stage) -> None:
+async def test_payload_false_on_a_completed_job_takes_the_payload_of_the_request(stage: Stage) -> None:
     await completed(stage)
     await stage.enqueue("a", b"asked", update=Update(payload=False), **ASKED)
     assert (await stage.the("a")).work == ASKED_WORK
