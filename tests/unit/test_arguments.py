@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from holdfast._core.arguments import Arguments, UnknownParameter, content_id, id_maker
 from holdfast._core.codec import Codecs
 from holdfast._core.retry_policy import QueueConfig
-from holdfast._worker.handler import Handler
+from holdfast._worker.handler import AppHooks, Handler, Runner
 from holdfast.errors import OptionError, PayloadRejected
 from tests.policies import TASK
 
@@ -296,18 +296,23 @@ def unpacked(**extra: Unpack[Extra]) -> None: ...
 def returns_two_dataclasses() -> Report | Other: ...
 
 
+def checked_by_runner(handler: Handler) -> None:
+    runner: Runner[int] = Runner([handler], AppHooks(), 1, lambda key, ended: None, lambda key, progress: None)
+    runner.check()
+
+
 @pytest.mark.parametrize("function", [unfindable, two_dataclasses, unpacked, returns_two_dataclasses])
 def test_a_worker_refuses_annotations_that_cannot_be_read_before_it_takes_jobs(function: Callable[..., Any]) -> None:
     handler = Handler(
         QueueConfig(queue="reports.make", policy=TASK), Arguments("reports.make", function), CODECS, "json"
     )
     with pytest.raises(OptionError, match=r"reports\.make"):
-        handler.check()
+        checked_by_runner(handler)
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, typed, raw, raw_too, whole, later, anything])
 def test_a_worker_accepts_annotations_that_can_be_read(function: Callable[..., Any]) -> None:
-    Handler(QueueConfig(queue="f", policy=TASK), Arguments("f", function), CODECS, "json").check()
+    checked_by_runner(Handler(QueueConfig(queue="f", policy=TASK), Arguments("f", function), CODECS, "json"))
 
 
 # Ids
