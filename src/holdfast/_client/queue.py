@@ -27,7 +27,7 @@ from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
 from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, StorageUnavailable
 from holdfast.storage import audit
-from holdfast.storage.validation import check_queue, clean_id
+from holdfast.storage.validation import check_queue, clean_id, to_state
 
 if TYPE_CHECKING:
     from holdfast._client.sync import SyncQueue
@@ -277,7 +277,7 @@ class Queue:
     async def jobs(self, state: State | str | None = None) -> AsyncIterator[JobInfo]:
         """Yield the jobs of one state, or of all, without payloads and results. A job that changes its state meanwhile
         may be missed or appear twice."""
-        wanted = None if state is None else _state(state)
+        wanted = None if state is None else to_state(state)
         page = await self._session.storage.scan(self.name, state=wanted)
         while True:
             for job in page.jobs:
@@ -319,7 +319,7 @@ class Queue:
 
     async def purge(self, states: Collection[State | str] = PURGED) -> int:
         """Delete the jobs of these states, and ask `running` ones to stop. Returns the number of deleted jobs."""
-        wanted = [_state(state) for state in states]
+        wanted = [to_state(state) for state in states]
         deleted = 0
         while (step := await self._session.storage.purge(self.name, wanted)) > 0:
             deleted += step
@@ -353,10 +353,3 @@ class Queue:
 
 def _deadline(wait_s: float | None) -> float:
     return math.inf if wait_s is None else asyncio.get_running_loop().time() + wait_s
-
-
-def _state(state: State | str) -> State:
-    try:
-        return State(state)
-    except ValueError:
-        raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(State)}") from None

@@ -1,5 +1,4 @@
-"""Blocking versions of the API: for Django views, scripts and notebooks. Each call runs on an event loop in a
-background thread, which starts at the first call, and again after a fork.
+"""Blocking versions of the API, for Django views, scripts and notebooks: on an event loop in a background thread.
 
 Every method here has the signature and the docstring of the async method that it calls; a test compares them.
 """
@@ -33,7 +32,6 @@ R_co = TypeVar("R_co", covariant=True)
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 T = TypeVar("T")
-
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}

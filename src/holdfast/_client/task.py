@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, ove
 
 from msgspec.structs import replace
 
-from holdfast._client.request import AT_MOST_ONCE, RequestTemplate, Using
+from holdfast._client.request import RequestTemplate, Using
 from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.jobs import DEFAULT_PRIORITY, Update
@@ -126,8 +126,6 @@ def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> Qu
         given = shortest if "min_backoff" in options else longest  # The default of the other one does not fit.
         fields.update(min_backoff_ms=given, max_backoff_ms=given)
     at_most_once = fields["delivery"] == "at_most_once"
-    if at_most_once:
-        fields.update(AT_MOST_ONCE)
     exclusive = fields["singleton"] is not None
     on_storage_loss = fields["on_storage_loss"] or ("kill" if exclusive else "hold")
     fields.update(at_most_once=at_most_once, exclusive=exclusive, dies_with_storage=on_storage_loss == "kill")

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Self
 
 from msgspec.structs import replace
 
 from holdfast._client.session import Session
-from holdfast._core.events import POLL_INTERVAL_S, Event, Events, Topic
+from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Outcome, Request, State
 from holdfast._core.lifecycle import Answer, answer
@@ -22,6 +22,7 @@ from holdfast._core.options import MAX_WAIT_S, Seconds, to_ms
 from holdfast._core.replies import Enqueued, KeepResult, Placed
 from holdfast.errors import JobCancelled, JobFailed, JobForgotten, StorageUnavailable, WaitTimeout
 from holdfast.storage import Storage
+from holdfast.storage.subscriptions import Subscription
 
 KEEP_MARGIN_MS = 10_000
 """An outcome is kept for this much longer than its waiter waits."""
@@ -67,9 +68,7 @@ async def ask(
 
 def to_wait_s(value: Seconds | None) -> float | None:
     """Check and convert a `wait` to seconds; None waits without a limit."""
-    if value is None or (isinstance(value, int | float) and 0 <= value <= MAX_WAIT_S and not isinstance(value, bool)):
-        return value
-    return to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
+    return None if value is None else to_ms("wait", value, 0, MAX_WAIT_S * 1000) / 1000
 
 
 def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: Any) -> Any:
@@ -95,8 +94,8 @@ class _Waiter:
         self._asked_at = asyncio.get_running_loop().time()
         self._deadline = None if wait_s is None else self._asked_at + wait_s
         self._storage_error: StorageUnavailable | None = None
-        self._listening: AbstractAsyncContextManager[Events] | None = None
-        self._events: Events | None = None
+        self._listening = AsyncExitStack()
+        self._events: Subscription | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
 
     def __str__(self) -> str:
@@ -107,17 +106,13 @@ class _Waiter:
         if self._wait_s == 0:
             return self
         listening = self._storage.subscribe(Topic(self._queue, "ends", self._id))
-        try:
+        with suppress(StorageUnavailable, TimeoutError):
             async with asyncio.timeout(LISTEN_S if self._wait_s is None else min(LISTEN_S, self._wait_s / 2)):
-                self._events = await listening.__aenter__()
-            self._listening = listening
-        except (StorageUnavailable, TimeoutError):
-            pass
+                self._events = await self._listening.enter_async_context(listening)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._listening is not None:
-            await self._listening.__aexit__(None, None, None)
+        await self._listening.aclose()
 
     def in_time(self) -> asyncio.Timeout:
         """Return the time limit of a call: the rest of the wait, but at least `LAST_POLL_S`."""

@@ -30,8 +30,7 @@ class UnknownParameter(Exception):
 
 
 class Arguments:
-    """The parameters of one function, and their payloads. Annotations are read when they are first needed, so they may
-    name a class that is defined later."""
+    """The parameters of one function, and their payloads. Annotations are read late: they may name a later class."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name

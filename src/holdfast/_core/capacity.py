@@ -5,9 +5,7 @@ of the worker; executors report hosts and runs to it. `ClaimPlanner` decides fro
 are used on the worker's event loop only, do no I/O and read no clock: `now` is passed in (monotonic seconds).
 
 A worker never claims more than it can start now. Higher priorities are served first, queues of one priority share
-equally. Two rules prevent starvation: every 16th plan begins with the lower queue that was served longest ago; and when
-a queue was skipped 16 times because its next job did not fit, a host is kept free until that job fits. The only host of
-a worker is kept from queues of a higher priority only after 256 times.
+equally. Two rules prevent starvation: see `LOWER_FIRST_EVERY` and `MAX_SKIPPED`.
 """
 
 from __future__ import annotations
@@ -325,20 +323,18 @@ class ClaimPlanner(Capacity):
         orders = self._use_kept_host(due, free, now)
         if self._kept is None and not orders:
             self._keep_a_host(due, free, now)
-        above = self._withhold_kept_host(free)
-        ready = [load for load in due if not load.claiming and load.priority > above and self._fitting(load, free) > 0]
+        left = [load for load in due if not load.claiming]
+        ready = [load for load in self._not_withheld(left, free) if self._fitting(load, free) > 0]
         if not (ready or orders):
             return []
-        for load in due:
-            counts = self._kept is None or self._kept[1] == load.queue
-            if counts and not load.claiming and self._is_blocked(load, free):
+        for load in left:  # While a host is kept, only its own queue is counted as skipped.
+            if (self._kept is None or self._kept[1] == load.queue) and self._is_blocked(load, free):
                 load.skipped += 1
         self._plans += 1
         return orders + self._share_out(ready, free)
 
     def claimed(self, queue: str, limit: int, count: int, claim_at: float) -> None:
-        """A claim has ended with `count` of at most `limit` jobs. If it was full there may be more work now, otherwise
-        at `claim_at`."""
+        """A claim of at most `limit` jobs got `count`. If it was full there may be work now, else at `claim_at`."""
         load = self._loads[queue]
         for number, jobs in load.reservations.items():
             if number in self.hosts:
@@ -391,17 +387,17 @@ class ClaimPlanner(Capacity):
         free.update(only)
         return [order]
 
-    def _withhold_kept_host(self, free: dict[int, int]) -> int:
-        """Take the kept host out of `free`. If it is the only host, queues of a higher priority may use it until its
-        queue was skipped 256 times. Returns the priority above which queues are served."""
+    def _not_withheld(self, loads: list[QueueLoad], free: dict[int, int]) -> list[QueueLoad]:
+        """The queues that may be served while a host is kept: all of them, on the other hosts. The only host is kept
+        from queues of a higher priority only after its queue was skipped 256 times."""
         if self._kept is None:
-            return -1
+            return loads
         host, queue, _ = self._kept
-        load = self.served[queue]
-        if len(free) == 1 and load.skipped < MAX_SKIPPED**2:
-            return load.priority
+        kept_for = self.served[queue]
+        if len(free) == 1 and kept_for.skipped < MAX_SKIPPED**2:
+            return [load for load in loads if load.priority > kept_for.priority]
         del free[host]
-        return -1
+        return loads
 
     # Sharing
 

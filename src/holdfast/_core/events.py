@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal
 
 from holdfast._core.jobs import Outcome, Value
 
@@ -75,19 +74,3 @@ class Topic(Value, frozen=True):
         if self.only in ("ready", "wake"):
             return event.kind in MAKES_READY
         return self.only == "all" or event.kind in ENDS_A_WAIT
-
-
-class Events(Protocol):
-    """The events of a subscription, in order of arrival."""
-
-    def __aiter__(self) -> AsyncIterator[Event]: ...
-
-    async def __anext__(self) -> Event: ...
-
-    async def within(self, seconds: float) -> Event | None:
-        """Return the next event; None if none arrives within `seconds`."""
-        ...
-
-    def on_event(self, callback: Callable[[Event], None]) -> None:
-        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
-        ...

@@ -1,8 +1,7 @@
 """The life of a job, as pure functions over its record. No I/O, no clock, no randomness: all are passed in.
 
-tools/transitions.py has all transitions as a table; docs/development/machine.md is drawn from it, and tests compare
-every function with it. A function takes a record (None if there is none) and returns a `Step`: the new record and the
-kinds of events. Memory and SQLite run these functions; lifecycle.lua mirrors them.
+A function takes a record (None if there is none) and returns a `Step`. tools/transitions.py has all transitions as a
+table, with which tests compare every function. Memory and SQLite run these functions; lifecycle.lua mirrors them.
 
 `Work.extension` follows the same rules as the payload, but a completed record keeps it. `Job.extension` lasts as long
 as the generation: a restart, a promotion, an update and a merge clear it.
@@ -242,12 +241,13 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
         case jobs.Fail():
             return _end(job, _failed(job, settlement, now), EventKind.FAILED, now)
         case jobs.RetrySettlement():
-            return _again(job, job.run, _counted(job, settlement, time), _RETRY_KINDS[settlement.counts], time)
+            return _again(job, job.run, _counted(job, settlement, time), RETRY_KINDS[settlement.counts], time)
         case jobs.Release():
             return _again(job, job.run, job, EventKind.RELEASED, time)
 
 
-_RETRY_KINDS = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}
+RETRY_KINDS = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}
+"""Kind of event by the counter that a retry raises."""
 
 
 def expire(job: Job, time: QueueTime) -> Step:
@@ -276,13 +276,7 @@ def take_back(job: Job, time: QueueTime) -> Step:
 
 def _counted(job: Job, retry: jobs.RetrySettlement, time: QueueTime) -> Job:
     """Apply the counts and the delay of a retry. A stall without a delay keeps the job's place in front."""
-    counted = replace(
-        job,
-        retries=job.retries + (retry.counts == "retries"),
-        stalls=job.stalls + (retry.counts == "stalls"),
-        timeouts=job.timeouts + (retry.counts == "timeouts"),
-        error=retry.error,
-    )
+    counted = replace(job, error=retry.error, **{retry.counts: getattr(job, retry.counts) + 1})
     if retry.counts == "stalls" and retry.run_at is None and retry.delay_ms == 0:
         return counted
     counted = replace(counted, arrival=time.stamp())

@@ -7,8 +7,7 @@ To add an option to tasks, write three things:
    `Policy` or `QueueConfig` (retry_policy.py) for a worker, `Work` (jobs.py) for a value stored with each request.
 
 Three words for time: `timeout` limits a run, `wait` is how long a caller waits, `lease` and `seconds` are the length of
-a lease. Every length is a number of seconds or a timedelta; fields hold milliseconds and end in `_ms`. Points in time
-are aware datetimes; fields hold microseconds since the epoch.
+a lease. Callers pass lengths as seconds or timedeltas, points in time as aware datetimes; fields are as in jobs.py.
 """
 
 from __future__ import annotations

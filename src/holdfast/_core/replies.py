@@ -1,7 +1,4 @@
-"""The replies of the verbs of a storage.
-
-Points in time are integer microseconds and end in `_at`; lengths are integer milliseconds and end in `_ms`.
-"""
+"""The replies of the verbs of a storage. The values in them are in jobs.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How a run is settled: limits, backoff, permanent errors, fail handlers. Pure: the random generator is an argument.
-
-`admit` decides whether a claimed job may run, `verdict` how an ended run is settled. The storage stores the decision.
-"""
+"""How a run is settled: limits, backoff, permanent errors, fail handlers. Pure: the random generator is an argument."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Imports an app by its target, `module:name`, and defines the parts of an app that a worker uses.
-
-`holdfast.Holdfast` is such an app. A child process uses only its `AppParts`.
-"""
+"""Imports an app by its target, `module:name`, and defines the parts of an app that a child process uses."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ def app_parts(app: RunnableApp) -> AppParts:
 
 
 def import_app(target: str, kind: type[A]) -> A:
-    """Import an app, which must be an instance of `kind`. Raises OptionError, with the traceback of the user's code if
-    that raised."""
+    """Import an instance of `kind`. Raises OptionError, with the traceback of the user's code if that raised."""
     module, name = parse_target(target)
     imported = _import(module, target)
     apps = {attribute: value for attribute, value in vars(imported).items() if isinstance(value, kind)}

@@ -31,12 +31,10 @@ class Claimer:
     """Claims jobs for one worker. It owns the worker's `capacity`, to which the executor reports hosts and runs."""
 
     def __init__(self, context: WorkerContext) -> None:
-        settings = context.settings
         self._context = context
-        self._name = settings.name
-        self._lease_ms = settings.lease_ms
-        self._burst = settings.burst
-        self.capacity = ClaimPlanner(context.executor.host_capacity, settings.concurrency)
+        self._settings = context.settings
+        self._name = context.settings.name
+        self.capacity = ClaimPlanner(context.executor.host_capacity, context.settings.concurrency)
         self._rng = random.Random()
         self.changed = asyncio.Event()
         """Set when there may be new work or free capacity."""
@@ -75,7 +73,7 @@ class Claimer:
     async def _claim_until_stopped(self) -> None:
         """Start claims, which run concurrently: a slow queue delays no other."""
         loop = asyncio.get_running_loop()
-        next_poll_at = NEVER if self._burst else loop.time() + POLL_INTERVAL_S
+        next_poll_at = NEVER if self._settings.burst else loop.time() + POLL_INTERVAL_S
         while not self._context.stopping.is_set():
             self.changed.clear()
             if loop.time() >= next_poll_at:
@@ -85,7 +83,7 @@ class Claimer:
                     self._start(self._poll(), "poll")
             now = loop.time()
             self._claim_what_fits(now)
-            if self._burst and self.capacity.idle and not self._is_busy():
+            if self._settings.burst and self.capacity.idle and not self._is_busy():
                 return
             wait_s = min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time()
             await wait_at_most(min(max(wait_s, 0.0), POLL_INTERVAL_S), self.changed)
@@ -115,7 +113,7 @@ class Claimer:
         sent_at = loop.time()
         try:
             claim = await self._context.storage.claim(
-                order.queue, order.limit, worker=self._name, lease_ms=self._lease_ms
+                order.queue, order.limit, worker=self._name, lease_ms=self._settings.lease_ms
             )
         except Exception as error:
             pause = self._rng.uniform(0.5, 1) * POLL_INTERVAL_S
@@ -132,7 +130,7 @@ class Claimer:
         now = asyncio.get_running_loop().time()
         known = [at for at in (claim.next_run_at, claim.next_sweep_at) if at is not None]
         at = now + (min(known) - claim.now) / 1e6 if known else NEVER
-        return NEVER if self._burst and at > now else at
+        return NEVER if self._settings.burst and at > now else at
 
     # Runs
 
@@ -140,7 +138,7 @@ class Claimer:
         """Start the jobs of a claim that was sent at `sent_at`, which is when their leases began at the earliest."""
         context = self._context
         config = context.configs.get(queue)
-        lease_s = self._lease_ms / 1000
+        lease_s = self._settings.lease_ms / 1000
         age_s = asyncio.get_running_loop().time() - sent_at
         is_over = age_s >= lease_s  # The reply took longer than a lease: another worker may have claimed the jobs.
         if config is None or is_over or context.stopping.is_set() or queue not in self.capacity.served:

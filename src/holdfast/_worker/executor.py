@@ -1,7 +1,6 @@
 """Runs as their worker sees them, and the executors that execute them.
 
-`Inline` executes runs on the worker's own loop, `pool.Pool` in child processes. A run that has to end is asked to stop
-first; if it has not ended after `cancel_grace`, it is overdue, and the executor gives it up or kills its process.
+A run that has to end is asked to stop first; after `cancel_grace` it is overdue: it is given up, or its process killed.
 """
 
 from __future__ import annotations
@@ -211,8 +210,7 @@ class Executor(ABC):
         self._one_finished.set()
 
     async def end_runs(self, runs: Sequence[Run], grace_s: float) -> None:
-        """Wait for runs for `grace_s`, then stop those that are left, and wait until they have ended. Runs that have
-        not started are stopped at once."""
+        """Give runs `grace_s` to end, then stop the others. Runs that have not started are stopped at once."""
         for run in runs:
             if run.started_at is None:
                 self.stop(run, "shutdown")

@@ -1,8 +1,4 @@
-"""Handlers and their runs, inside the process that executes them.
-
-`Handler` is the function that runs the jobs of a queue. `perform` is one run: decode, middleware, handler,
-`after_execution`; its result is a value. `Runner` starts and stops runs, for a worker or inside a child process.
-"""
+"""Handlers and their runs, inside the process that executes them: a worker, or a child process."""
 
 from __future__ import annotations
 
@@ -163,9 +159,6 @@ class Handler:
             return self._read_failure(job, payload)
         return self.arguments.decode(self.codecs.get(job.work.codec), payload)
 
-    def call_with(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return ((given,), {}) if self.fails_for is not None else self.arguments.call(given)
-
     def read_failed(self, codec: str, payload: bytes) -> Any:
         """The arguments of the failed job; the bytes if they cannot be decoded, which may be why it failed."""
         assert self.fails_for is not None
@@ -215,7 +208,7 @@ class AppHooks:
 async def perform(
     job: Job, current: CurrentJob, handler: Handler, hooks: AppHooks, threads: ThreadPoolExecutor
 ) -> Ended:
-    """Run one job. Never raises, except KeyboardInterrupt and GeneratorExit."""
+    """Run one job: decode, middleware, handler, `after_execution`. Raises only KeyboardInterrupt and GeneratorExit."""
     running.set(current)
     started = asyncio.get_running_loop().time()
     arguments: Any = None
@@ -261,7 +254,7 @@ async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> F
 async def _call(
     handler: Handler, arguments: Any, current: CurrentJob, middleware: Sequence[Middleware], threads: ThreadPoolExecutor
 ) -> Any:
-    args, kwargs = handler.call_with(arguments)
+    args, kwargs = handler.arguments.call(arguments) if handler.fails_for is None else ((arguments,), {})
     function = handler.arguments.function
     if handler.is_async and not middleware:
         return await function(*args, **kwargs)

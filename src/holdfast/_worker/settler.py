@@ -1,6 +1,4 @@
-"""The settler of a worker: decides how a run is settled, and sends settlements to the storage in batches. It repeats a
-call until the storage has answered: a job that has ended must not run again.
-"""
+"""The settler of a worker: decides how a run is settled, and repeats the call until the storage has answered."""
 
 from __future__ import annotations
 

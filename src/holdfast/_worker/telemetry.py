@@ -19,6 +19,7 @@ from holdfast._core.capacity import Capacity
 from holdfast._core.events import EventKind
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
+from holdfast._core.lifecycle import RETRY_KINDS
 from holdfast._core.replies import WorkerFacts
 from holdfast._core.text import escape_control
 from holdfast.errors import HoldfastError, JobError
@@ -31,13 +32,11 @@ jobs_log = logging.getLogger("holdfast.jobs")
 MAX_NAMED_BYTES = 48_000
 """Most bytes of queue names in a worker's record."""
 FORMATS = ("text", "json")
-KINDS = {
+KINDS: dict[Any, EventKind] = {
     Complete: EventKind.COMPLETED,
     Fail: EventKind.FAILED,
     Release: EventKind.RELEASED,
-    "retries": EventKind.RETRIED,
-    "stalls": EventKind.STALLED,
-    "timeouts": EventKind.TIMED_OUT,
+    **RETRY_KINDS,
 }
 """Kind of event by the class of the settlement, or by the counter that a retry raises."""
 
@@ -91,8 +90,7 @@ class HookDispatcher:
                     await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
 
     async def end(self, running: asyncio.Task[None], within_s: float) -> None:
-        """Wait until `running`, the task of `run`, has called hooks with all that waits, and cancel it if that takes
-        longer than `within_s`."""
+        """Let `running`, the task of `run`, call hooks with all that waits; cancel it if that takes too long."""
         self._waiting.put_nowait(None)
         await asyncio.wait([running], timeout=within_s)
         if not running.done():

@@ -1,7 +1,6 @@
 """The worker that users hold: it starts its parts, chooses the queues that it serves, and stops in good order.
 
-The parts are claimer, settler, heartbeat and an executor (`Inline`, or the pool of child processes). They share a
-`WorkerContext`. The claimer starts a run, the executor reports that it has finished, the settler decides and settles.
+The claimer starts a run, the executor reports that it has finished, the settler decides and settles.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class Worker:
         self._context.stop()
 
     async def _serve(self) -> None:
-        """Run all parts. Claimer and settler end by themselves, so that each claimed job is started or released, and
-        each finished run is settled."""
+        """Run all parts. Claimer and settler end by themselves: no claimed job and no finished run is left."""
         context, executor = self._context, self._context.executor
         log.info("worker %s serves %s", self.name, ", ".join(self.queues))
         context.heartbeat.start()

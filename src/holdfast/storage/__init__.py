@@ -1,7 +1,4 @@
-"""Storages: `connect` makes one from a URL, `Storage` is the class of all of them, `audit` checks a queue.
-
-The class is in base.py, URLs are in urls.py. Memory and SQLite are in local/, Redis and Valkey in redis/.
-"""
+"""Storages: `connect` makes one from a URL, `Storage` is the class of all of them, `audit` checks a queue."""
 
 from __future__ import annotations
 

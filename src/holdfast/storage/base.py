@@ -1,9 +1,7 @@
 """The class `Storage`: the verbs that every storage offers.
 
 A public verb is documented here, checks its arguments and opens a lazy storage. Then it calls the method of the same
-name with an underscore, which a storage implements. Retry policies and limits are not known here: a storage
-stores what a worker decided. The values are in _core/jobs.py and _core/replies.py, their rules in _core/lifecycle.py.
-`tests/storage` is the suite that every storage must pass, also one that is not part of Holdfast.
+name with an underscore, which a storage implements. A storage stores what a worker decided, and knows no retry policy.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from holdfast._core import replies
-from holdfast._core.events import Events, Topic
+from holdfast._core.events import Topic
 from holdfast._core.jobs import MAX_MS, Job, LeaseRef, Request, Settlement, State
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
@@ -72,9 +70,6 @@ class Storage(ABC):
             async with opening:
                 if self._opening is opening and self._pid is None:
                     await self._open()
-        self._check_open()
-
-    def _check_open(self) -> None:
         if self._pid is None:
             raise StorageUnavailable(f"{self!r} is not open: use it inside 'async with'")
         if self._pid != os.getpid():
@@ -91,8 +86,7 @@ class Storage(ABC):
         return await self._enqueue(queue, jobs)
 
     def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued | None]:
-        """Request jobs to run inside a transaction of the caller: they exist only if it commits. The storage need
-        not be open.
+        """Request jobs inside a transaction of the caller: they exist only if it commits. Works on a closed storage.
 
         SQLite: a `sqlite3.Connection` to the same file, on the caller's thread. The replies hold if it commits. That
         commit wakes no worker: waiting workers find the job at their next poll, within a second.
@@ -173,13 +167,12 @@ class Storage(ABC):
         the reply is 0. `drop` then forgets an empty queue itself."""
         validation.check_queue(queue)
         validation.check_number("limit", limit, 1, validation.MAX_PAGE)
-        validation.check_states(states)
+        wanted = validation.to_states(states)
         await self._ensure_open()
-        return await self._purge(queue, {State(state) for state in states}, limit, drop)
+        return await self._purge(queue, wanted, limit, drop)
 
     async def announce(self, worker: str, facts: replies.WorkerFacts, *, ttl_ms: int) -> replies.WorkerCommands:
-        """Register a worker with its facts for `ttl_ms`; `facts["queues"]` lists the queues that it serves. The reply
-        has the commands for this worker."""
+        """Register a worker for `ttl_ms`; `facts["queues"]` lists the queues that it serves. Returns its commands."""
         validation.check_lease(worker, ttl_ms)
         validation.check_facts(facts)
         await self._ensure_open()
@@ -219,15 +212,12 @@ class Storage(ABC):
     async def scan(
         self, queue: str, *, state: State | None = None, after: str | None = None, limit: int = 100
     ) -> replies.Page:
-        """List records without payloads and results: those of one state in its order, or of all states, one state
-        after the other."""
+        """List records without payloads and results: of one state in its order, or of one state after the other."""
         validation.check_queue(queue)
         validation.check_number("limit", limit, 1, validation.MAX_PAGE)
-        if state is not None:
-            validation.check_states([state])
-            state = State(state)
+        wanted = None if state is None else validation.to_state(state)
         await self._ensure_open()
-        return await self._scan(queue, state, after, limit)
+        return await self._scan(queue, wanted, after, limit)
 
     async def snapshot(self) -> replies.Snapshot:
         """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues. A queue whose
@@ -241,7 +231,7 @@ class Storage(ABC):
         return await self._about()
 
     @asynccontextmanager
-    async def subscribe(self, *topics: Topic) -> AsyncGenerator[Events]:
+    async def subscribe(self, *topics: Topic) -> AsyncGenerator[Subscription]:
         """Receive hints of events. A hint may be lost: poll the record once a second as well."""
         validation.check_topics(topics)
         await self._ensure_open()

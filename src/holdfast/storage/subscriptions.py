@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self
 
-from holdfast._core.events import Event, EventKind, Events, Topic
+from holdfast._core.events import Event, EventKind, Topic
 
 MAX_PENDING = 10_000
 """The most hints that wait for one listener; the oldest are dropped first."""
@@ -20,7 +21,7 @@ Route = Callable[[Topic], bool]
 
 
 class Subscription:
-    """One listener: iterate over its events, which never end, or set a callback."""
+    """One listener: iterate over its events in order of arrival, which never end, or set a callback."""
 
     def __init__(self, bus: EventBus, topics: Sequence[Topic]) -> None:
         self.topics = topics
@@ -31,14 +32,14 @@ class Subscription:
         self._callback: Callable[[Event], None] | None = None
         self.loop = asyncio.get_running_loop()
 
-    async def __aenter__(self) -> Events:
+    async def __aenter__(self) -> Self:
         self._bus.add(self)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._bus.remove(self)
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
@@ -47,6 +48,7 @@ class Subscription:
         return self._pending.popleft()
 
     async def within(self, seconds: float) -> Event | None:
+        """Return the next event; None if none arrives within `seconds`."""
         if not self._pending:
             arrival = self._next_arrival()
             timer = self.loop.call_later(seconds, _release, arrival)
@@ -57,6 +59,7 @@ class Subscription:
         return self._pending.popleft() if self._pending else None
 
     def on_event(self, callback: Callable[[Event], None]) -> None:
+        """Call `callback` with each event when it arrives, instead of keeping it for the iterator."""
         self._callback = callback
         while self._pending:
             callback(self._pending.popleft())
@@ -121,8 +124,7 @@ class EventBus:
             _call(subscription, chosen, route)
 
     def notify_all(self) -> None:
-        """Make every listener poll, because events may have been missed: one event for listeners that wait for work,
-        one for those that wait for the end of a job."""
+        """Make every listener poll, because events may have been missed: one event for each thing it may wait for."""
         with self._lock:
             listeners = {subscription for those in self._listeners.values() for subscription in those}
         for subscription in listeners:

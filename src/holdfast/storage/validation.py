@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -154,12 +155,17 @@ def check_pause(paused: bool, reason: str) -> None:
         raise OptionError(f"reason must have at most {MAX_REASON} printable characters, not {reason!r:.80}")
 
 
-def check_states(states: Collection[jobs.State]) -> None:
+def to_states(states: Collection[jobs.State | str]) -> set[jobs.State]:
     if isinstance(states, str):
         raise OptionError(f"states must be a list of states, not {states!r:.40}")
-    for state in states:
-        if state not in jobs.State.__members__.values():
-            raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(jobs.State)}")
+    return {to_state(state) for state in states}
+
+
+def to_state(state: jobs.State | str) -> jobs.State:
+    try:
+        return jobs.State(state)
+    except ValueError:
+        raise OptionError(f"{state!r:.40} is not a state: use one of {', '.join(jobs.State)}") from None
 
 
 def check_topics(topics: Sequence[Topic]) -> None:
@@ -168,18 +174,6 @@ def check_topics(topics: Sequence[Topic]) -> None:
         check_queue(topic.queue)
         if topic.id is not None:
             check_id(topic.id, _extra(topic.queue))
-
-
-def check_requests(queue: str, requests: Sequence[jobs.Request], max_bytes: int) -> None:
-    _check_batch("request", _check_request, queue, requests, max_bytes)
-
-
-def check_settlements(queue: str, batch: Sequence[jobs.Settlement], max_bytes: int) -> None:
-    _check_batch("settlement", _check_settlement, queue, batch, max_bytes)
-
-
-def check_leases(queue: str, leases: Sequence[jobs.LeaseRef], max_bytes: int) -> None:
-    _check_batch("lease", _check_lease_ref, queue, leases, max_bytes)
 
 
 def _check_batch(
@@ -225,6 +219,11 @@ def _check_settlement(queue: str, item: jobs.Settlement, max_bytes: int) -> int:
             return _check_size("error", item.error, max_bytes, item.id)
         case jobs.Release():
             return 0
+
+
+check_requests = partial(_check_batch, "request", _check_request)
+check_settlements = partial(_check_batch, "settlement", _check_settlement)
+check_leases = partial(_check_batch, "lease", _check_lease_ref)
 
 
 def encode_cursor(key: tuple[int, ...], id: bytes) -> str:

@@ -105,11 +105,9 @@ class ChildHandle:
         """Start the process, and return when it is gone and its runs are reported."""
         try:
             self.process = Process("holdfast._worker.processes.child_main", self._begin.worker)
-        except OptionError as error:
-            self.failure = error
-            return
-        except OSError as error:
-            self.failure = ChildStartError(f"a child process could not be started: {error}")
+        except (OptionError, OSError) as error:
+            text = f"a child process could not be started: {error}"
+            self.failure = error if isinstance(error, OptionError) else ChildStartError(text)
             return
         try:
             self.process.watch(self.end)

@@ -1,7 +1,6 @@
 """The program of a child process: load the app, run jobs, report when a run is finished. `pool.py` starts it.
 
-Handlers run as in any worker (`handler.Runner`). There is no connection to the storage until a handler uses one. The
-parent decides how long a run may take and how it is settled.
+There is no connection to the storage until a handler uses one. The parent limits and settles the runs.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def _probed_steps(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]
 
 
 async def _probed(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]) -> Ended:
-    """Await a run, and note in a probe when the loop executes it: if it blocks the loop, the parent sees which run
-    does."""
+    """Await a run, and note in a probe when the loop executes it: the parent sees which run blocks the loop."""
     return await _probed_steps(probe, number, run)
 
 
@@ -164,12 +162,11 @@ class ChildRuntime:
 
 def _rebuilt(name: str, message: str) -> Exception:
     """Make an error of the parent again, with the same class if it is an error of Holdfast."""
-    kind = getattr(errors, name, HoldfastError)
+    kind: type[Exception] = getattr(errors, name, HoldfastError)
     try:
-        error: Exception = kind(message)
+        return kind(message)
     except TypeError:  # The class takes more than a message.
         return HoldfastError(message)
-    return error
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -2,7 +2,6 @@
 
 Each child leads its own process group, so that processes started by a handler die with it. On Linux the kernel kills
 the group when the parent is gone, whatever the child does; elsewhere the child notices that its connection has ended.
-`LoopProbe` shows the parent which run the event loop of a child executes.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+from holdfast._worker.executor import wait_at_most
 from holdfast.errors import OptionError
 
 F_SEAL_FUTURE_WRITE = 0x10
@@ -98,28 +98,23 @@ class Process:
 
     def watch(self, exited: Callable[[], None]) -> None:
         """Call `exited` on this event loop when the process has ended."""
+        loop, pidfd = asyncio.get_running_loop(), self._pidfd
 
         def end() -> None:
+            if pidfd is not None:
+                loop.remove_reader(pidfd)
             self._exited.set()
             exited()
-
-        loop = asyncio.get_running_loop()
-        if self._pidfd is not None:
-            pidfd = self._pidfd
-
-            def ready() -> None:
-                loop.remove_reader(pidfd)
-                end()
-
-            loop.add_reader(pidfd, ready)
-            return
 
         def wait() -> None:
             self._process.wait()
             with suppress(RuntimeError):  # The loop has closed.
                 loop.call_soon_threadsafe(end)
 
-        threading.Thread(target=wait, name=f"holdfast-child-{self.pid}", daemon=True).start()
+        if pidfd is not None:
+            loop.add_reader(pidfd, end)
+        else:
+            threading.Thread(target=wait, name=f"holdfast-child-{self.pid}", daemon=True).start()
 
     def kill(self) -> None:
         """Kill the process and all of its group, whatever they are doing."""
@@ -132,9 +127,7 @@ class Process:
     async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
         """Kill the process, unless it ends within `patience_s`, and wait until its whole group is gone. Returns how it
         ended, or None if it was killed here."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await self._exited.wait()
+        await wait_at_most(patience_s, self._exited)
         by_itself = self._exited.is_set()
         self.kill()
         await self._exited.wait()

@@ -1,5 +1,4 @@
-"""Runs in child processes, which can be killed: a handler that hangs, crashes or takes too much memory harms no other
-job.
+"""Runs in child processes, which can be killed: a handler that hangs or crashes harms no other job.
 
 The pool decides how many children there are, which child gets a run, and when a child is replaced: its successor is
 started first, then it retires. child_handle.py has the life of one child.

@@ -1,7 +1,6 @@
 """Jobs in one SQLite file, for any number of processes on one host: the embedded default.
 
-Writes and short reads share one connection thread (connection.py); reads that may be long have another. Events are sent
-to the other processes of the file by datagram (notify.py). The records are rows (table.py, schema.sql).
+Writes and short reads share one connection thread; reads that may be long have another.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ class SqliteStorage(LocalStorage):
             self._bus.publish(events)
 
     def _publish(self, table: SqliteTable) -> None:
-        """Publish the events of a commit in this process and to the listeners in others. Called on the thread that
-        committed."""
+        """Publish the events of a commit here and in other processes. Called on the thread that committed."""
         self._bus.publish(table.events)
         own_address = None if self._receiver is None else self._receiver.address
         for address, queue, only in table.listeners:

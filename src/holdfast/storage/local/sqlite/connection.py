@@ -115,8 +115,7 @@ class ConnectionThread:
         await asyncio.to_thread(self._thread.join)
 
     def _run_inline(self, call: _Call[Any]) -> bool:
-        """Run a call on its caller's thread. Return False if it would have to wait for another process or for a
-        checkpoint: only the connection thread waits."""
+        """Run a call on its caller's thread. Return False if it had to wait: only the connection thread waits."""
         if not self._connection_lock.acquire(blocking=False):
             return False
         try:
@@ -206,15 +205,11 @@ class ConnectionThread:
         if writes:
             payload_pages = self.table.payload_bytes // PAGE_BYTES
             self._since_checkpoint += PAGES_A_COMMIT + len(self.table.events) // EVENTS_A_PAGE + payload_pages
-            self._notify()
-
-    def _notify(self) -> None:
-        """Call `on_commit`. An error there is logged, because the commit stands."""
-        try:
-            if self._on_commit is not None:
-                self._on_commit(self.table)
-        except Exception:
-            log.exception("publishing the events of a commit to %s failed", self._path)
+            try:
+                if self._on_commit is not None:
+                    self._on_commit(self.table)
+            except Exception:  # The commit stands.
+                log.exception("publishing the events of a commit to %s failed", self._path)
 
     def _roll_back(self) -> None:
         self.table.forget_cache()

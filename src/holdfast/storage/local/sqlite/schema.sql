@@ -1,5 +1,5 @@
 -- Layout 2. Every table is prefixed, so that Holdfast can live in a file of yours.
--- Times are integer microseconds in the queue's time (see clock.py).
+-- Times are integer microseconds in the queue's time (see _core/clock.py).
 
 CREATE TABLE IF NOT EXISTS holdfast_meta (
   key   TEXT PRIMARY KEY,                 -- 'layout': the version of all this; 'floor': the highest stamp of any queue that was dropped

@@ -55,34 +55,20 @@ _UPDATE = (
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
 
-_DUE = (
-    " UNION ALL ".join(
-        f"SELECT * FROM (SELECT {COLUMNS} FROM holdfast_jobs"
-        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} AND run_at <= :now"
-        " ORDER BY run_at, arrival LIMIT :each)"
+
+def _of_each_priority(columns: str, which: str) -> str:
+    """Return a read of the waiting jobs of each priority, the highest first: ten reads of the index. Values are named
+    where one occurs several times: Python before 3.12.4 warns about numbered ones (`?1`)."""
+    return " UNION ALL ".join(
+        f"SELECT * FROM (SELECT {columns} FROM holdfast_jobs"
+        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} {which})"
         for priority in reversed(PRIORITIES)
     )
-    + " LIMIT :limit"
-)
-"""Jobs that are due, the highest priority first: ten reads of the index, each up to the limit.
 
-Values are named where one occurs several times: Python before 3.12.4 warns about numbered ones (`?1`).
-"""
 
-_NEXT_RUN_AT = "SELECT min(run_at) FROM ({})".format(
-    " UNION ALL ".join(
-        "SELECT * FROM (SELECT run_at FROM holdfast_jobs"
-        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} ORDER BY run_at LIMIT 1)"
-        for priority in PRIORITIES
-    )
-)
-_SCHEDULED = "SELECT sum(n) FROM ({})".format(
-    " UNION ALL ".join(
-        "SELECT count(*) AS n FROM holdfast_jobs"
-        f" WHERE queue = :queue AND until_at IS NULL AND priority = {priority} AND run_at > :now"
-        for priority in PRIORITIES
-    )
-)
+_DUE = _of_each_priority(COLUMNS, "AND run_at <= :now ORDER BY run_at, arrival LIMIT :each") + " LIMIT :limit"
+_NEXT_RUN_AT = f"SELECT min(run_at) FROM ({_of_each_priority('run_at', 'ORDER BY run_at LIMIT 1')})"
+_SCHEDULED = f"SELECT sum(n) FROM ({_of_each_priority('count(*) AS n', 'AND run_at > :now')})"
 _PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = :queue AND state = :state AND until_at <= :now"
 _NEXT_SWEEP_AT = (
     "SELECT min(until_at) FROM holdfast_jobs WHERE queue = :queue AND state = 'running' AND until_at IS NOT NULL"
@@ -95,7 +81,6 @@ _PAGE_WAITING = (
     f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND until_at IS NULL"
     " AND priority = ? AND (run_at, arrival) > (?, ?) ORDER BY run_at, arrival LIMIT ?"
 )
-
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(QueueMeta).decode
