@@ -102,7 +102,7 @@ def task_options() -> str:
         )
         for option in options_of(TaskOptions)
     ]
-    return option_table(["option", "default", "in `on_failure`", "value", ""], rows)
+    return option_table(["option", "default", "in `on_failure`", "value", "meaning"], rows)
 
 
 def request_options() -> str:
@@ -116,7 +116,7 @@ def request_options() -> str:
         )
         for option in options_of(UsingOptions)
     ]
-    return option_table(["option", "default", "value", ""], rows)
+    return option_table(["option", "default", "value", "meaning"], rows)
 
 
 def pull_options() -> str:
@@ -125,7 +125,7 @@ def pull_options() -> str:
         (option.name, default_of(option, PullOptions), value_of(option), option.help)
         for option in options_of(PullOptions)
     ]
-    return option_table(["option", "default", "value", ""], rows)
+    return option_table(["option", "default", "value", "meaning"], rows)
 
 
 def option_table(head: list[str], rows: Iterable[tuple[str, ...]]) -> str:

@@ -59,8 +59,8 @@ class Holdfast(RunnableApp, Generic[T]):
     """A storage and a set of tasks.
 
     `url` defaults to HOLDFAST_URL, else to `sqlite:///holdfast.db`: see `holdfast.storage.connect`. `namespace`, a part
-    of the storage, defaults to HOLDFAST_NAMESPACE, else to `hf`. Each worker enters the context manager `lifespan`
-    once; handlers read the object that it yields as `app.resources`.
+    of the storage, defaults to HOLDFAST_NAMESPACE, else to `hf`. Each child process, or an inline worker, enters
+    the context manager `lifespan` once; handlers read the object that it yields as `app.resources`.
 
     >>> app = Holdfast("memory://")
     >>> @app.task
@@ -268,7 +268,7 @@ class Holdfast(RunnableApp, Generic[T]):
         """Return a worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
 
         `queues` are names or patterns ("reports.*"); the default is all tasks. `concurrency` is the maximum number of
-        runs. Jobs of a dead worker run elsewhere after `lease` seconds. The end of the block gives runs `grace` seconds
+        runs. Jobs of a dead worker run again within 1.5 leases and 1 s. The end of the block gives runs `grace` seconds
         to finish. A `burst` worker ends when no job is ready.
 
         Child processes import the app, which must be at the top of a module, and can be killed: if a run does not stop,

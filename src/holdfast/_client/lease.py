@@ -101,7 +101,8 @@ class Lease:
         return await self._settle(Release(self.id, self.fence))
 
     async def extend(self, seconds: Seconds | None = None, *, progress: object = None) -> bool:
-        """Extend the lease by its length, or by `seconds`, Sets `cancel_asked`. Returns False if it is lost."""
+        """Move the deadline to `seconds` from now, by default the length of the lease. Updates `cancel_asked`. Returns
+        False if the lease is lost."""
         length_ms = self._length_ms if seconds is None else to_lease_ms(seconds)
         codecs, what = self._session.codecs, f"progress of job {self.id!r}"
         encoded = None if progress is None else codecs.encode(what, progress, codecs.get("json"))

@@ -176,8 +176,8 @@ def _row(name: str, help: str, **more: Any) -> Option:
 
 _ROWS = [
     _row("name", "Name of the queue.", default_text="`module.function`"),
-    _row("unique", "Id of the job, as a template or a function of its arguments. A second request is a duplicate."),
-    _row("singleton", "Like unique, but a second request updates the first one, or runs after it."),
+    _row("unique", "Template or function for the id. A second request with this id is a duplicate and does not run."),
+    _row("singleton", "Like unique, but a second request replaces the first if it waits, or runs after it."),
     _row("id", "Id of the job in its queue, 1 to 512 bytes.", default_text="a new one"),
     _row(
         "on_conflict",
@@ -188,35 +188,27 @@ _ROWS = [
     _row("run_at", "Time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.", default_text="now"),
     _row("timeout", "Maximum length of one run.", default=60, least=0.001),
     _row("max_retries", "Maximum number of retries after an exception.", default=10, default_text="no limit"),
-    _row("max_stalls", "Maximum number of lost workers or processes of a job.", default=3, default_text="no limit"),
-    _row("max_timeouts", "Maximum number of timeouts of a job.", default=3),
+    _row("max_stalls", "How often a job may lose its worker or process.", default=3, default_text="no limit"),
+    _row("max_timeouts", "How many runs of a job may time out.", default=3),
     _row("min_backoff", "Time before the first retry; it doubles with each further retry, with jitter.", default=2),
     _row("max_backoff", "Maximum time before a retry.", default=300),
     _row("priority", "Priority of the job in its queue; higher first.", default=DEFAULT_PRIORITY, most=9),
-    _row(
-        "result_ttl", "How long the end of a job with a chosen id, a result or a waiter is remembered.", default=3_600
-    ),
-    _row("dedup_ttl", "How long a completed id answers requests with its old result.", default_text="as `result_ttl`"),
-    _row("failure_ttl", "How long a failed job is listed.", default=7 * 86_400),
-    _row("cancel_grace", "How long a run may take to end after it was cancelled.", default=1),
+    _row("result_ttl", "How long the outcome of a job with a chosen id, a result or a waiter is kept.", default=3_600),
+    _row("dedup_ttl", "How long a request with a completed id gets the old result.", default_text="as `result_ttl`"),
+    _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
+    _row("cancel_grace", "Time for a run to end after it was asked to stop; then it is killed.", default=1),
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
         "on_storage_loss",
-        "Whether runs continue while the storage cannot be reached, or end before their lease can expire.",
+        "While the storage cannot be reached, hold lets runs continue; kill ends them before their lease expires.",
         default_text='`"hold"`; `"kill"` for a singleton',
     ),
-    _row(
-        "size",
-        "Units of capacity of a run; a process has 100, an inline worker 1,000.",
-        default=10,
-        least=1,
-        most=100_000,
-    ),
+    _row("size", "Units of a run: a process has 100, an inline worker 1,000.", default=10, least=1, most=100_000),
     _row("concurrency", "Maximum number of runs at the same time in one worker.", default_text="no limit", least=1),
-    _row("queue_priority", "Priority of the queue among those of a worker; higher first.", default=100),
+    _row("queue_priority", "A worker serves queues with a higher number first.", default=100),
     _row("codec", "Name of the codec that writes arguments and results.", default_text="the app's"),
     _row("seconds", "Length of the lease.", default=30, least=0.1, most=86_400),
-    _row("wait", "Maximum time to wait; 0 checks once.", default=DEFAULT_WAIT_S, most=MAX_WAIT_S),
+    _row("wait", "How long the call waits; 0 checks once and does not wait.", default=DEFAULT_WAIT_S, most=MAX_WAIT_S),
 ]
 OPTIONS = {option.name: option for option in _ROWS}
 """Every option by its name."""
