@@ -21,6 +21,7 @@ from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
+from holdfast._core.extension import extension_size
 from holdfast._core.jobs import Job
 from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
 from holdfast._core.replies import Enqueued, Snapshot
@@ -358,7 +359,8 @@ def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
 
 
 def _size(bound: BoundRequest[Any]) -> int:
-    return len(bound.request.work.payload or b"")
+    work = bound.request.work
+    return len(work.payload or b"") + extension_size(work.extension)
 
 
 def _add_hook(what: str, hooks: list[H], function: H) -> H:

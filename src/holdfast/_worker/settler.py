@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast._core.extension import extension_size
 from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
@@ -191,7 +192,9 @@ def _size(pending: PendingSettlement) -> int:
         case Complete(result=result):
             return len(result or b"")
         case Fail(error=error, follow_up=follow_up):
-            return len(error) + len((follow_up.payload if follow_up else None) or b"")
+            if follow_up is None:
+                return len(error)
+            return len(error) + len(follow_up.payload or b"") + extension_size(follow_up.extension)
         case RetrySettlement(error=error):
             return len(error or b"")
         case Release():

@@ -253,10 +253,9 @@ class Storage(ABC):
     def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
         """Receive hints of events. A hint may be lost: poll the record once a second as well."""
         validation.check_topics(topics)
-        if self._opening is not None:
-            return self._subscribe_when_open(topics)
-        self._check_open()
-        return self._subscribe(topics)
+        if self._opening is None:
+            self._check_open()
+        return self._subscribe_when_open(topics)
 
     @asynccontextmanager
     async def _subscribe_when_open(self, topics: Sequence[Topic]) -> AsyncGenerator[Events]:

@@ -110,8 +110,11 @@ class ReconnectingConnection(ABC):
                 await asyncio.sleep(pause_s)
                 try:
                     raw = await self._connect()
-                except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
-                    self._trouble = f"{type(error).__name__}: {error}"
+                except Exception as error:
+                    trouble = f"{type(error).__name__}: {error}"
+                    if trouble != self._trouble:
+                        log.info("could not connect to %s: %s", self.name, trouble)
+                    self._trouble = trouble
                     self._on_connect_error(error)
                     pause_s = self._next_pause_s()
                 else:
@@ -157,7 +160,7 @@ class PendingCommand:
     args: tuple[Argument, ...]
     deadline: float
     deliver: Deliver | None
-    """Takes the reply or an error; None once it was called."""
+    """Takes the reply or an error. None once it was called, and for FUNCTION LOAD, whose reply is ignored."""
     library: Library | None
     loaded: bool = False
     """The library was sent for this command."""
@@ -184,7 +187,7 @@ class ServerConnection(ReconnectingConnection):
     ) -> None:
         """Send a command now, or as soon as there is a connection. `deliver` gets its reply, or an error."""
         if self._closed:
-            self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
+            deliver(StorageUnavailable(f"the connection to {self.name} is closed"))
             return
         self._append(PendingCommand(args, deadline, deliver, library))
         if self._timer is None:

@@ -40,7 +40,7 @@ class PubSubListener(ReconnectingConnection):
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
         """Number of SUNSUBSCRIBE commands without a reply, by channel."""
-        self._was_connected = False
+        self._was_connected = self._ended = False
         self._moved: ServerError | None = None
         """The MOVED error of a channel; None once its node was looked up."""
         self._heard = self._pinged = False
@@ -58,11 +58,21 @@ class PubSubListener(ReconnectingConnection):
         try:
             async with asyncio.timeout(timeout_s):
                 await confirmed.wait()
+            if self._ended:
+                raise StorageUnavailable(f"the connection to {self.name} was closed")
         except BaseException as error:
             self.leave(channel)
             if isinstance(error, TimeoutError):
-                raise StorageUnavailable(f"{self.name} did not confirm a subscription in time: is it up?") from None
+                problem = f"{self.name} did not confirm a subscription in time ({self._trouble}): is it up?"
+                raise StorageUnavailable(problem) from None
             raise
+
+    def end(self) -> asyncio.Task[None] | None:
+        opening = super().end()
+        self._ended = True
+        for confirmed in self._confirmed.values():
+            confirmed.set()
+        return opening
 
     def leave(self, channel: str) -> None:
         self._channels[channel] -= 1
