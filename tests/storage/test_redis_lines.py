@@ -735,8 +735,8 @@ async def test_queue_of_another_layout_is_refused_and_left_alone(
 async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
     assert isinstance(stage.storage, RedisStorage)
     calls, key = stage.storage._calls, stage.storage._key("never")
-    assert await calls.call(key, "repair", ("record", "a", "", "")) == (0, 0)
-    assert await calls.call(key, "recount", (0, 0, 0, 0)) == (0, 0)
+    assert (await calls.call(key, "repair", ("record", "a", "", ""))).reply == 0
+    assert (await calls.call(key, "recount", (0, 0, 0, 0))).reply == 0
 
 
 async def test_counts_are_not_corrected_if_something_has_happened_since(stage: Stage, saboteur: RedisSaboteur) -> None:
@@ -745,7 +745,7 @@ async def test_counts_are_not_corrected_if_something_has_happened_since(stage: S
     stamp = saboteur.read_meta()["last_stamp"]
     await stage.enqueue("b")
     before = saboteur.read_meta()
-    reply, _ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
+    reply, *_ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
     assert reply == 0
     assert saboteur.read_meta() == before
 

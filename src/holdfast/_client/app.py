@@ -21,7 +21,6 @@ from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
-from holdfast._core.extension import extension_size
 from holdfast._core.jobs import Job
 from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
 from holdfast._core.replies import Enqueued, Snapshot
@@ -33,7 +32,7 @@ from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_n
 from holdfast._worker.worker import Worker, WorkerSettings, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
-from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker
+from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker, work_size
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -171,7 +170,7 @@ class Holdfast(RunnableApp, Generic[T]):
             replies.update(zip(batch, answers, strict=True))
 
         async def send_queue(queue: str, indexes: list[int]) -> None:
-            waiting = batches(indexes, lambda index: _size(requests[index]))
+            waiting = batches(indexes, lambda index: work_size(requests[index].request.work))
             while now := list(itertools.islice(waiting, CALLS_AT_ONCE)):
                 await _all_or_raise(send(queue, batch) for batch in now)
 
@@ -193,7 +192,7 @@ class Holdfast(RunnableApp, Generic[T]):
         storage = self._session.transaction_storage
         sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
         for queue, group in itertools.groupby(_checked(bounds), lambda bound: bound.queue):
-            for batch in batches(group, _size):
+            for batch in batches(group, lambda bound: work_size(bound.request.work)):
                 replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
                 sent += zip(batch, replies, strict=True)
         return [Handle(self._session, bound, reply) for bound, reply in sent]
@@ -356,11 +355,6 @@ def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
         if not isinstance(bound, BoundRequest):
             raise OptionError(f"a request must come from task.bind(…) or queue.bind(…), not {bound!r:.60}")
     return bounds
-
-
-def _size(bound: BoundRequest[Any]) -> int:
-    work = bound.request.work
-    return len(work.payload or b"") + extension_size(work.extension)
 
 
 def _add_hook(what: str, hooks: list[H], function: H) -> H:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from holdfast._core.extension import extension_size
 from holdfast._core.failure import error_from_exception
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.replies import SettleResult
@@ -20,7 +19,7 @@ from holdfast._core.retry_policy import Ended, Policy, Raised, shrink_settlement
 from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
-from holdfast.storage.validation import batches
+from holdfast.storage.validation import batches, work_size
 
 if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext
@@ -192,9 +191,7 @@ def _size(pending: PendingSettlement) -> int:
         case Complete(result=result):
             return len(result or b"")
         case Fail(error=error, follow_up=follow_up):
-            if follow_up is None:
-                return len(error)
-            return len(error) + len(follow_up.payload or b"") + extension_size(follow_up.extension)
+            return len(error) + (0 if follow_up is None else work_size(follow_up))
         case RetrySettlement(error=error):
             return len(error or b"")
         case Release():

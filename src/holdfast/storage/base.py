@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import Self
 
 from holdfast._core import replies
@@ -250,19 +250,19 @@ class Storage(ABC):
             await self._open_on_first_verb()
         return await self._about()
 
-    def subscribe(self, *topics: Topic) -> AbstractAsyncContextManager[Events]:
+    @asynccontextmanager
+    async def subscribe(self, *topics: Topic) -> AsyncGenerator[Events]:
         """Receive hints of events. A hint may be lost: poll the record once a second as well."""
         validation.check_topics(topics)
-        if self._opening is None:
-            self._check_open()
-        return self._subscribe_when_open(topics)
-
-    @asynccontextmanager
-    async def _subscribe_when_open(self, topics: Sequence[Topic]) -> AsyncGenerator[Events]:
         if self._pid != os.getpid():
             await self._open_on_first_verb()
-        async with self._subscribe(topics) as events:
-            yield events
+        async with Subscription(self._bus, topics) as events:
+            leave = await self._listen(topics)
+            try:
+                yield events
+            finally:
+                if leave is not None:
+                    leave()
 
     # What a storage implements
 
@@ -273,8 +273,10 @@ class Storage(ABC):
     async def _close(self) -> None:
         self._pid = None
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return Subscription(self._bus, topics)
+    async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None] | None:
+        """Ask other processes or a server for events of these topics. May return a function that ends this; without
+        one, they go on until the storage is closed."""
+        return None
 
     @abstractmethod
     def clone(self) -> Storage:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from holdfast._core.events import Event, EventKind, Events, Topic
@@ -157,18 +156,3 @@ def _call(subscription: Subscription, events: list[Event], route: Route | None) 
         subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
     except RuntimeError:
         pass  # The listener's loop has closed; it will never ask again.
-
-
-@asynccontextmanager
-async def remote_subscription(
-    inner: AbstractAsyncContextManager[Events], listen: Callable[[], Awaitable[Callable[[], None] | None]]
-) -> AsyncGenerator[Events]:
-    """A subscription that other processes or a server feed as well. `listen` asks them to. It may return a function
-    that ends this; without one, they go on until the storage is closed."""
-    async with inner as events:
-        leave = await listen()
-        try:
-            yield events
-        finally:
-            if leave is not None:
-                leave()

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
 from holdfast._core import replies
 from holdfast._core.clock import Clock, QueueTime
-from holdfast._core.events import Event, EventKind, Events, Topic
+from holdfast._core.events import Event, EventKind, Topic
 from holdfast._core.jobs import Fail, Job, LeaseRef, Release, Request, Settlement, State, StoredLease
 from holdfast._core.replies import CancelResult, Enqueued, KeepResult, SettleResult
 from holdfast.errors import StorageUnavailable
@@ -31,7 +31,6 @@ from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error
 from holdfast.storage.redis.topology import Servers, all_ended
 from holdfast.storage.redis.urls import pipeline_for, servers_from_client, servers_from_url
-from holdfast.storage.subscriptions import remote_subscription
 from holdfast.storage.validation import FAILED_SUFFIX, clean_id, id_bytes
 
 log = logging.getLogger("holdfast.redis")
@@ -305,11 +304,7 @@ class RedisStorage(Storage):
 
     # Listening
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return remote_subscription(super()._subscribe(topics), lambda: self._listen(topics))
-
     async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
-        """Ask the server for events of these topics. Returns a function that ends the subscription."""
         with ExitStack() as leaves:
             for topic in topics:
                 key = self._key(topic.queue)

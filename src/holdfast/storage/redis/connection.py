@@ -66,6 +66,7 @@ class ReconnectingConnection(ABC):
         self._pause_s = BACKOFF_S[0]
         self._trouble = "not connected yet"
         """Why there is no connection, or why the last one ended."""
+        self._closed = False
 
     @abstractmethod
     def _is_needed(self) -> bool: ...
@@ -88,6 +89,7 @@ class ReconnectingConnection(ABC):
 
     def end(self) -> asyncio.Task[None] | None:
         """Close the connection for good. Returns the cancelled task that was opening it, if there was one."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -180,7 +182,6 @@ class ServerConnection(ReconnectingConnection):
         self._loop = asyncio.get_running_loop()
         self._pending: deque[PendingCommand] = deque()
         """Commands without a reply, in the order of sending. With a connection, all of them were sent."""
-        self._closed = False
 
     def send(
         self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None = None
@@ -210,7 +211,6 @@ class ServerConnection(ReconnectingConnection):
         return future
 
     def end(self) -> asyncio.Task[None] | None:
-        self._closed = True
         opening = super().end()
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))
         return opening

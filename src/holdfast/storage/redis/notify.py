@@ -40,7 +40,7 @@ class PubSubListener(ReconnectingConnection):
         self._confirmed: dict[str, asyncio.Event] = {}
         self._leaving: Counter[str] = Counter()
         """Number of SUNSUBSCRIBE commands without a reply, by channel."""
-        self._was_connected = self._ended = False
+        self._was_connected = False
         self._moved: ServerError | None = None
         """The MOVED error of a channel; None once its node was looked up."""
         self._heard = self._pinged = False
@@ -58,18 +58,16 @@ class PubSubListener(ReconnectingConnection):
         try:
             async with asyncio.timeout(timeout_s):
                 await confirmed.wait()
-            if self._ended:
+            if self._closed:
                 raise StorageUnavailable(f"the connection to {self.name} was closed")
         except BaseException as error:
             self.leave(channel)
             if isinstance(error, TimeoutError):
-                problem = f"{self.name} did not confirm a subscription in time ({self._trouble}): is it up?"
-                raise StorageUnavailable(problem) from None
+                raise StorageUnavailable(f"{self.name} did not confirm a subscription: {self._trouble}") from None
             raise
 
     def end(self) -> asyncio.Task[None] | None:
         opening = super().end()
-        self._ended = True
         for confirmed in self._confirmed.values():
             confirmed.set()
         return opening
@@ -183,10 +181,6 @@ class WakeTokenListener(ReconnectingConnection):
         if self._recently_woken.pop(key, None) is not None:
             self._renew_wait()
 
-    def end(self) -> asyncio.Task[None] | None:
-        self._stop_resting()
-        return super().end()
-
     def _is_needed(self) -> bool:
         return bool(self._keys)
 
@@ -196,6 +190,7 @@ class WakeTokenListener(ReconnectingConnection):
         self._check_after(BLOCK_S)
 
     def _on_disconnected(self) -> None:
+        self._stop_resting()
         self._waits_for, self._client_id, self._sent_at = (), 0, 0.0
 
     def _check(self) -> None:

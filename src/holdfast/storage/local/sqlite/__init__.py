@@ -13,13 +13,13 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import closing
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast._core.clock import Clock, SystemClock
-from holdfast._core.events import Event, Events, Topic
+from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import Request
 from holdfast._core.replies import Enqueued, StorageInfo
 from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
@@ -29,7 +29,6 @@ from holdfast.storage.local.sqlite import notify
 from holdfast.storage.local.sqlite.caller_transaction import in_caller_transaction
 from holdfast.storage.local.sqlite.connection import BUSY_S, ConnectionThread, is_busy, translate_sqlite_error
 from holdfast.storage.local.sqlite.table import SqliteTable
-from holdfast.storage.subscriptions import remote_subscription
 
 LAYOUT = 1
 """The version of schema.sql. A file with a higher one is refused."""
@@ -154,10 +153,7 @@ class SqliteStorage(LocalStorage):
             table.flush()
         return [*replies]
 
-    def _subscribe(self, topics: Sequence[Topic]) -> AbstractAsyncContextManager[Events]:
-        return remote_subscription(super()._subscribe(topics), lambda: self.listen(topics))
-
-    async def listen(self, topics: Sequence[Topic]) -> None:
+    async def _listen(self, topics: Sequence[Topic]) -> None:
         """Register for hints from other processes. A topic stays registered until the storage is closed."""
         wanted = {(f"{self.namespace}/{topic.queue}", topic.only) for topic in topics} - self._topics
         if self._receiver is None:
