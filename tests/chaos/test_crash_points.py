@@ -63,7 +63,6 @@ UNREACHED = {
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
     "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._open_on_first_verb#*": "the same",
-    "storage.base.Storage._subscribe_when_open#*": "the same",
     "storage.base.audit#2": "an audit of more than a page",
     "storage.local.engine.LocalStorage._look#1": "memory's: SQLite has its own",
     "storage.local.sqlite.SqliteStorage._open#2": "the file cannot be opened: there is no job yet",
@@ -92,7 +91,7 @@ UNREACHED = {
 ONCE_BROKEN = (
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:before:cancel:1",
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:after:cancel:1",
-    "valkey:operate:storage.redis.RedisStorage._call_making#3:before:crash:1",
+    "valkey:operate:storage.redis.RedisStorage._call_and_list#3:before:crash:1",
 )
 """Cases that left something behind: a thread; a queue that was on no list."""
 
