@@ -76,10 +76,10 @@ class ConnectOptions:
         """Return the arguments of AUTH, or none if no login is needed."""
         if self.credential_provider is not None:
             try:
-                given = await self.credential_provider.get_credentials_async()
+                given: Any = await self.credential_provider.get_credentials_async()
             except Exception as error:
                 raise ConnectionError(f"the credential provider raised {type(error).__name__}: {error}") from error
-            if not isinstance(given, tuple | list) or not all(isinstance(word, str | bytes) for word in given):
+            if isinstance(given, str | None) or not all(isinstance(word, str | bytes) for word in given):
                 raise ConnectionError("the credential provider must return (password,) or (username, password)")
             return tuple(given)
         if self.username:
