@@ -794,6 +794,14 @@ async def test_batch_above_the_byte_limit_of_a_call_is_sent(app: Holdfast[Any]) 
         assert info.payload == bytes([n]) * size
 
 
+async def test_extensions_count_towards_the_size_of_a_call(app: Holdfast[Any]) -> None:
+    bounds = [app.queue("heavy").bind(n) for n in range(20)]
+    for bound in bounds:
+        work = msgspec.structs.replace(bound.request.work, extension=((200, bytes(65_000)),))
+        bound.request = msgspec.structs.replace(bound.request, work=work)
+    assert len(await app.enqueue_many(bounds)) == 20
+
+
 async def test_the_same_id_twice_in_one_batch_is_applied_in_order(app: Holdfast[Any]) -> None:
     @app.task(name="twice", singleton="{user}")
     async def twice(user: int, value: str) -> str:

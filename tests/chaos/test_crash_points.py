@@ -89,7 +89,7 @@ UNREACHED = {
 ONCE_BROKEN = (
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:before:cancel:1",
     "sqlite:work:storage.local.sqlite.SqliteStorage._close_file#1:after:cancel:1",
-    "valkey:operate:storage.redis.RedisStorage._call_making#3:before:crash:1",
+    "valkey:operate:storage.redis.RedisStorage._call_and_list#3:before:crash:1",
 )
 """Cases that left something behind: a thread; a queue that was on no list."""
 

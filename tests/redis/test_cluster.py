@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -270,3 +271,20 @@ async def test_queue_that_another_client_dropped_is_listed_again(
         assert (await storage.snapshot()).queues == []
         await storage.enqueue("q", [Request("b", Work(b""))])
         assert [stats.queue for stats in (await storage.snapshot()).queues] == ["q"]
+
+
+def test_a_storage_can_be_used_on_one_event_loop_after_another(cluster: Cluster, namespace: str) -> None:
+    storage = connect(cluster.url, namespace=namespace)
+    assert isinstance(storage, RedisStorage)
+    servers_known: Any = storage._servers
+
+    async def use() -> None:
+        async with storage:
+            await storage.get("q", ["a"])
+            slots = servers_known._slots
+            wrong = [(*slots[at][:2], slots[at - 1][2]) for at in range(len(slots))]
+            servers_known._slots = wrong  # Many callers meet MOVED at the same moment.
+            assert await asyncio.gather(*(storage.get(f"q{n}", ["a"]) for n in range(30))) == [[None]] * 30
+
+    for _ in range(2):
+        asyncio.run(use())

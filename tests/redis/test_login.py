@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import traceback
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis.asyncio
 from redis.credentials import CredentialProvider
 
+from holdfast._core.events import EventKind, Topic
 from holdfast._core.jobs import Request, Work
 from holdfast._core.replies import Placed
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import Storage, connect
-from holdfast.storage.redis import of_client
-from holdfast.storage.redis.raw import ConnectOptions, LoginRefused, ServerError, open_connection
+from holdfast.storage.redis import of_client, raw
+from holdfast.storage.redis.raw import ConnectOptions, LoginRefused, RawConnection, ServerError, open_connection
 from holdfast.storage.redis.topology import SentinelServers
 from tests.proxy import HOST
 from tests.redis.test_sentinel import SERVICE
@@ -83,6 +87,52 @@ async def test_a_credential_provider_that_raises_is_called_again_until_the_timeo
         await of_client(client, timeout_s=0.3).__aenter__()
     assert provider.calls > 1
     await client.aclose()
+
+
+@pytest.mark.parametrize("given", [("u", None), ("u", 1), None, "u"])
+async def test_credentials_of_a_wrong_type_are_a_failed_attempt(own: Server, given: Any) -> None:
+    provider = Provider(given, ("u", SECRET))
+    client = redis.asyncio.Redis(host=HOST, port=own.port, credential_provider=provider)
+    await works(of_client(client))
+    assert provider.calls == 2
+    await client.aclose()
+
+
+async def test_listeners_return_after_any_exception_while_connecting(
+    own: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    problems: list[Exception] = []
+
+    async def open_or_raise(options: ConnectOptions) -> RawConnection:
+        if problems:
+            raise problems.pop()
+        return await open_connection(options)
+
+    monkeypatch.setattr(raw, "open_connection", open_or_raise)
+    async with (
+        connect(own.url) as storage,
+        storage.subscribe(Topic("q")) as events,
+        storage.subscribe(Topic("q", "wake")),
+    ):
+        problems += [ZeroDivisionError(str(number)) for number in range(6)]
+        own.command("CLIENT", "KILL", "TYPE", "normal")
+        own.command("CLIENT", "KILL", "TYPE", "pubsub")
+        await storage.enqueue("q", [Request("a", Work(b"1"))])
+        event = await events.within(10)
+        assert event is not None
+        assert event.kind is EventKind.UPDATED  # Listeners look again after a break.
+    assert "ZeroDivisionError: 5" in caplog.text
+
+
+@pytest.mark.parametrize("login", [f":{SECRET}", f"u:{SECRET}", ":AUTH"])
+async def test_a_server_without_auth_does_not_reveal_the_password(login: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with Server("valkey", "--rename-command", "AUTH", "") as server:
+        with pytest.raises(StorageUnavailable, match="ERR") as caught:
+            await connect(f"redis://{login}@{HOST}:{server.port}").__aenter__()
+    password = login.partition(":")[2]
+    assert password not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
 async def test_client_with_a_connect_function_is_refused() -> None:

@@ -15,6 +15,7 @@ import redis
 import redis.asyncio
 
 from holdfast._core.clock import ManualClock
+from holdfast._core.events import Topic
 from holdfast._core.jobs import Request, State, Work
 from holdfast._core.replies import CancelResult, KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnavailable
@@ -41,6 +42,11 @@ def own() -> Iterator[Server]:
     """A server that may be hurt."""
     with Server("valkey") as server:
         yield server
+
+
+def calls_seen(server: Server) -> int:
+    """How many calls of the library the server has run."""
+    return int(server.info("commandstats")["cmdstat_fcall"].split(",")[0].removeprefix("calls="))
 
 
 @pytest.fixture
@@ -281,6 +287,36 @@ async def test_pending_calls_fail_when_the_storage_is_closed(own: Server) -> Non
         errors = await asyncio.gather(*tasks, return_exceptions=True)
     own.resume()
     assert [type(error) for error in errors] == [StorageUnavailable] * 4
+
+
+async def test_nothing_is_sent_and_no_connection_is_left_after_close(own: Server) -> None:
+    async with opened(own.url) as stage:
+        await stage.enqueue("a")
+        await stage.enqueue("b")
+        before = calls_seen(own)
+        own.pause()
+        claims = [asyncio.create_task(stage.claim(1, worker=f"w{number}")) for number in range(5)]
+        await asyncio.sleep(0.01)
+    errors = await asyncio.gather(*claims, return_exceptions=True)
+    own.resume()
+    assert [type(error) for error in errors] == [StorageUnavailable] * 5
+    await asyncio.sleep(0.1)
+    assert calls_seen(own) - before <= 1  # The claim that was in flight.
+    assert own.info("clients")["connected_clients"] == "1"  # The test itself.
+
+
+async def test_a_closed_storage_fails_calls_and_subscriptions_at_once_and_can_be_opened_again(own: Server) -> None:
+    storage = connect(own.url)
+    async with storage:
+        own.pause()
+        listening = asyncio.create_task(storage.subscribe(Topic("q")).__aenter__())
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        with pytest.raises(StorageUnavailable, match="closed"):
+            await listening
+    own.resume()
+    async with storage, storage.subscribe(Topic("q")):
+        assert await storage.get("q", ["a"]) == [None]
 
 
 @pytest.mark.usefixtures("impatient")

@@ -17,7 +17,8 @@ from holdfast.errors import StorageFull, StorageUnavailable
 from holdfast.storage import connect
 from holdfast.storage.redis import RedisStorage
 from holdfast.storage.redis.codec import request_args, settlement_args
-from holdfast.storage.redis.raw import Argument, Reply
+from holdfast.storage.redis.raw import Argument, Deliver, Reply
+from holdfast.storage.validation import MAX_CALL_BYTES
 from tests.storage.behind import RedisSaboteur
 from tests.storage.harness import Harness
 from tests.storage.stage import Stage, fence, heard
@@ -191,6 +192,24 @@ async def test_coalesced_callers_each_get_their_own_part_of_the_reply(stage: Sta
     assert cancelled == [
         [CancelResult.ASKED if int(id) % 2 else CancelResult.FINISHED for id in part] for part in parts
     ]
+
+
+async def test_calls_that_travel_together_count_extensions_towards_the_limit(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(stage.storage, RedisStorage)
+    calls, sizes = stage.storage._calls, list[int]()
+    send = calls.send
+
+    def counted(verb: str, key: str, number: int, args: Sequence[Argument], deliver: Deliver) -> None:
+        sizes.append(sum(len(arg) for arg in args if not isinstance(arg, int)))
+        send(verb, key, number, args, deliver)
+
+    monkeypatch.setattr(calls, "send", counted)
+    work = Work(b"x", extension=((200, bytes(65_000)),))
+    await asyncio.gather(*(stage.storage.enqueue("q", [Request(f"{n}", work)]) for n in range(40)))
+    assert len(sizes) > 2
+    assert max(sizes) <= MAX_CALL_BYTES
 
 
 async def test_callers_with_different_options_are_not_coalesced(stage: Stage) -> None:

@@ -15,18 +15,19 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Fail, Job, Outcome, Request, State, Update, Work
+from holdfast._core.jobs import Complete, Fail, Job, Outcome, Request, State, Update, Work
 from holdfast._core.lifecycle import DAMAGED
 from holdfast._core.replies import KeepResult, Placed, SettleResult
 from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import audit
 from holdfast.storage.redis import RedisStorage
+from holdfast.storage.redis.audit import PAGE
 from holdfast.storage.redis.codec import waiting_member
 from holdfast.storage.redis.script import LAYOUT
 from tests.storage import keyspace
 from tests.storage.behind import TOTALS, RedisSaboteur
 from tests.storage.harness import Harness
-from tests.storage.stage import Stage
+from tests.storage.stage import Stage, fence
 
 STORAGES = ("valkey", "redis")
 
@@ -53,6 +54,11 @@ async def claim_all(stage: Stage) -> list[str]:
         if claim.next_run_at is None or claim.next_run_at > claim.now:
             break
     return ids
+
+
+def members_of(saboteur: RedisSaboteur) -> list[bytes]:
+    members: list[bytes] = saboteur.command("ZRANGE", saboteur.key + ":w5", 0, -1)
+    return members
 
 
 def assert_damaged(job: Job | None) -> None:
@@ -281,6 +287,68 @@ async def test_the_holder_of_a_garbled_record_has_lost_its_lease(stage: Stage, s
     assert len((await stage.extend(job)).lost) == 1
     assert await stage.complete(job) is SettleResult.LOST
     await repair(stage)
+
+
+async def test_an_empty_lease_is_lost_and_does_not_stop_the_other_settlements(
+    stage: Stage, saboteur: RedisSaboteur
+) -> None:
+    for id in "abc":
+        await stage.enqueue(id)
+    jobs = (await stage.storage.claim("q", 3, worker="w1", lease_ms=10_000)).jobs
+    saboteur.overwrite("b", b"", ":runs")
+    batch = [Complete(job.id, fence(job)) for job in jobs]
+    assert await stage.storage.settle("q", batch, worker="w1") == [SettleResult.OK, SettleResult.LOST, SettleResult.OK]
+    assert_damaged(await stage.get("b"))
+    await repair(stage)
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "-5"])
+async def test_a_score_that_is_no_time_stops_neither_scan_nor_audit(
+    stage: Stage, saboteur: RedisSaboteur, score: str
+) -> None:
+    for n in range(3):
+        await stage.enqueue(f"{n}")
+    for member in members_of(saboteur)[:2]:
+        saboteur.command("ZADD", saboteur.key + ":w5", score, member)
+    found: list[str] = []
+    page = await stage.storage.scan("q", limit=1)
+    for _ in range(5):
+        found += [job.id for job in page.jobs]
+        if page.after is None:
+            break
+        page = await stage.storage.scan("q", after=page.after, limit=1)
+    assert sorted(found) == ["0", "1", "2"]
+    assert {problem.kind for problem in (await audit(stage.storage, "q")).problems} == {"misplaced"}
+    await repair(stage)
+
+
+async def test_an_audit_of_entries_with_low_scores_ends(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.storage.enqueue("q", [Request(f"{n}", Work(b"1")) for n in range(PAGE + 1)])
+    for member in members_of(saboteur):
+        saboteur.command("ZADD", saboteur.key + ":w5", "-5", member)
+    pages = 1
+    page = await stage.storage.repair("q", dry_run=True)
+    while page.cursor is not None and pages < 5:
+        page = await stage.storage.repair("q", dry_run=True, cursor=page.cursor)
+        pages += 1
+    assert pages == 2
+    await repair(stage)
+
+
+async def test_a_pause_reason_that_is_not_text_stops_no_snapshot(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.storage.pause("q", True, reason="why")
+    saboteur.command("APPEND", saboteur.key + ":meta", b"\xff")
+    assert (await stage.stats()).reason == "why\N{REPLACEMENT CHARACTER}"
+
+
+async def test_a_repair_counts_each_record_once(stage: Stage, saboteur: RedisSaboteur) -> None:
+    await stage.enqueue("a")
+    await stage.enqueue("b")
+    (first, _) = members_of(saboteur)
+    saboteur.command("ZADD", saboteur.key + ":w5", "1", first)
+    assert (await audit(stage.storage, "q", repair=True)).checked == 2
+    saboteur.command("ZREM", saboteur.key + ":w5", first)
+    assert (await audit(stage.storage, "q", repair=True)).checked == 2
 
 
 @pytest.mark.parametrize("state", State)
@@ -661,8 +729,8 @@ async def test_queue_of_another_layout_is_refused_and_left_alone(
 async def test_a_repair_of_a_queue_that_was_dropped_meanwhile_does_nothing(stage: Stage) -> None:
     assert isinstance(stage.storage, RedisStorage)
     calls, key = stage.storage._calls, stage.storage._key("never")
-    assert await calls.call(key, "repair", ("record", "a", "", "")) == (0, 0)
-    assert await calls.call(key, "recount", (0, 0, 0, 0)) == (0, 0)
+    assert (await calls.call(key, "repair", ("record", "a", "", ""))).reply == 0
+    assert (await calls.call(key, "recount", (0, 0, 0, 0))).reply == 0
 
 
 async def test_counts_are_not_corrected_if_something_has_happened_since(stage: Stage, saboteur: RedisSaboteur) -> None:
@@ -671,7 +739,7 @@ async def test_counts_are_not_corrected_if_something_has_happened_since(stage: S
     stamp = saboteur.read_meta()["last_stamp"]
     await stage.enqueue("b")
     before = saboteur.read_meta()
-    reply, _ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
+    reply, *_ = await stage.storage._calls.call(stage.storage._key("q"), "recount", (stamp, 7, 7, 7))
     assert reply == 0
     assert saboteur.read_meta() == before
 

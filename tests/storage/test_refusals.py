@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import subprocess
@@ -347,6 +348,16 @@ async def test_a_storage_that_is_not_open_says_so(
     with pytest.raises(StorageUnavailable, match=r"not open.*async with"):
         await VERBS[verb](harness.open(clock, tmp_path))
     assert names(tmp_path) == []
+
+
+async def test_a_subscription_is_refused_if_its_storage_was_closed_before_it_began(
+    harness: Harness, clock: ManualClock, tmp_path: Path
+) -> None:
+    async with harness.open(clock, tmp_path) as storage:
+        subscription = storage.subscribe(Topic("q"))
+    async with asyncio.timeout(5):
+        with pytest.raises(StorageUnavailable, match="not open"):
+            await subscription.__aenter__()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._core.extension import pack_extension, unpack_extension
+from holdfast._core.extension import extension_size, pack_extension, unpack_extension
+from holdfast._core.jobs import Fail, Job, Work
+from holdfast._worker.settler import PendingSettlement, _size
 
 
 def test_empty_extension_stores_nothing() -> None:
@@ -34,3 +36,10 @@ def test_entry_is_tag_length_and_value() -> None:
 def test_malformed_extension_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="extension"):
         unpack_extension(data)
+
+
+def test_the_size_of_a_settlement_includes_the_extension_of_its_follow_up() -> None:
+    job = Job("a", Work(b""), 1, 1, 1)
+    follow_up = Work(b"12", extension=((200, b"345"),))
+    fail = Fail("a", 1, b"6", 1000, follow_up)
+    assert _size(PendingSettlement(job, fail)) == len(b"123456") + extension_size(((200, b""),))

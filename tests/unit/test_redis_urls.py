@@ -40,7 +40,17 @@ def test_url_gives_address_and_login() -> None:
     assert options_of("valkey://host?db=3&password=p&username=u&protocol=3&socket_timeout=1").database == 3
 
 
-@pytest.mark.parametrize("url", ["rediss://host", "valkeys://host", "redis+cluster://host?ssl=1"])
+@pytest.mark.parametrize("scheme", ["redis", "valkey", "redis+cluster"])
+@pytest.mark.parametrize("query", ["ssl_ca_certs=/ca.pem", "ssl_cert_reqs=none", "ssl=0&ssl_check_hostname=1"])
+def test_tls_options_without_tls_are_refused(scheme: str, query: str) -> None:
+    with pytest.raises(OptionError, match="use rediss://"):
+        connect(f"{scheme}://:hunter2@host?{query}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["rediss://host", "valkeys://host", "rediss://host?ssl=1", "redis+cluster://host?ssl=1", "redis://h?ssl=true"],
+)
 def test_tls_checks_certificates_unless_it_is_switched_off(url: str) -> None:
     tls = options_of(url).tls
     assert tls is not None
@@ -71,6 +81,11 @@ def test_tls_options_of_a_url_reach_the_context() -> None:
         ("ssl_include_verify_flags=NONSENSE", "NONSENSE"),
         ("max_connections=5", "max_connections"),
         ("credential_provider=x", "credential_provider"),
+        ("host=x", "host"),
+        ("socket_timeout=abc", "socket_timeout"),
+        ("socket_read_size=abc", "socket_read_size"),
+        ("ssl=yes", "ssl"),
+        ("sentinel_password=x", "sentinel_password"),
     ],
 )
 def test_a_wrong_option_is_named(query: str, name: str) -> None:

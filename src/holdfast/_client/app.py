@@ -32,7 +32,7 @@ from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_n
 from holdfast._worker.worker import Worker, WorkerSettings, choose
 from holdfast.errors import OptionError
 from holdfast.storage import Storage
-from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker
+from holdfast.storage.validation import FAILED_SUFFIX, batches, check_queue, check_worker, work_size
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -170,7 +170,7 @@ class Holdfast(RunnableApp, Generic[T]):
             replies.update(zip(batch, answers, strict=True))
 
         async def send_queue(queue: str, indexes: list[int]) -> None:
-            waiting = batches(indexes, lambda index: _size(requests[index]))
+            waiting = batches(indexes, lambda index: work_size(requests[index].request.work))
             while now := list(itertools.islice(waiting, CALLS_AT_ONCE)):
                 await _all_or_raise(send(queue, batch) for batch in now)
 
@@ -192,7 +192,7 @@ class Holdfast(RunnableApp, Generic[T]):
         storage = self._session.transaction_storage
         sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
         for queue, group in itertools.groupby(_checked(bounds), lambda bound: bound.queue):
-            for batch in batches(group, _size):
+            for batch in batches(group, lambda bound: work_size(bound.request.work)):
                 replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
                 sent += zip(batch, replies, strict=True)
         return [Handle(self._session, bound, reply) for bound, reply in sent]
@@ -355,10 +355,6 @@ def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
         if not isinstance(bound, BoundRequest):
             raise OptionError(f"a request must come from task.bind(…) or queue.bind(…), not {bound!r:.60}")
     return bounds
-
-
-def _size(bound: BoundRequest[Any]) -> int:
-    return len(bound.request.work.payload or b"")
 
 
 def _add_hook(what: str, hooks: list[H], function: H) -> H:

@@ -18,7 +18,7 @@ from holdfast._worker.executor import Run, wait_at_most, wait_until
 from holdfast._worker.telemetry import event_of, jobs_log, log_event
 from holdfast.errors import OptionError, PayloadRejected, StorageFull, StorageUnavailable
 from holdfast.storage.base import QueueDamaged
-from holdfast.storage.validation import batches
+from holdfast.storage.validation import batches, work_size
 
 if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext
@@ -195,7 +195,7 @@ def _size(pending: PendingSettlement) -> int:
         case Complete(result=result):
             return len(result or b"")
         case Fail(error=error, follow_up=follow_up):
-            return len(error) + len((follow_up.payload if follow_up else None) or b"")
+            return len(error) + (0 if follow_up is None else work_size(follow_up))
         case RetrySettlement(error=error):
             return len(error or b"")
         case Release():

@@ -64,6 +64,11 @@ def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield part
 
 
+def work_size(work: jobs.Work) -> int:
+    """Return the bytes of a job's work that count towards the size of a call."""
+    return len(work.payload or b"") + extension_size(work.extension)
+
+
 def check_queue(queue: str) -> str:
     if not isinstance(queue, str) or not _QUEUE_NAME.fullmatch(queue):
         raise OptionError(

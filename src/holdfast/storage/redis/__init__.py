@@ -25,7 +25,7 @@ from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
-from holdfast.storage.redis.calls import Calls
+from holdfast.storage.redis.calls import CallReply, Calls
 from holdfast.storage.redis.notify import PubSubListener, WakeTokenListener
 from holdfast.storage.redis.raw import Argument, Reply
 from holdfast.storage.redis.script import LAYOUT, layout_error
@@ -102,6 +102,7 @@ class RedisStorage(Storage):
     async def _open(self) -> None:
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect again to get a second storage")
+        self._servers.start()
         try:
             about = await server_info.check(self._calls, self._name, self._servers.name, self._allow_eviction)
             log.log(self._open_log_level, "jobs are in %s, %s", self._servers.name, about)
@@ -119,7 +120,6 @@ class RedisStorage(Storage):
         listeners, self._listeners = self._listeners, {}
         await all_ended([self._wake_listener.end(), *(listener.end() for listener in listeners.values())])
         await self._calls.close()
-        await self._servers.close()
 
     def _key(self, queue: str) -> str:
         """Return the prefix of the keys of a queue. A companion has the hash tag of its queue."""
@@ -141,26 +141,27 @@ class RedisStorage(Storage):
 
     # Changing
 
-    async def _call_making(
-        self, made: str, key: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
-    ) -> tuple[Reply, int]:
-        """Make a call that may make the queue `made`. This client lists the queue before its first such call, and again
-        after each call that made it: the entry may be gone with an earlier queue of that name."""
-        if made not in self._listed:
-            await self._list(made)
+    async def _call_and_list(
+        self, created: str, key: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
+    ) -> CallReply:
+        """Make a call that may create the queue `created`, and put that queue on the list of the namespace: before the
+        first such call of this client, and after each call that has created it. The entry may be gone with an earlier
+        queue of that name."""
+        if created not in self._listed:
+            await self._list(created)
         try:
-            reply, start = await self._calls.call(key, verb, options, items, count)
-            opened = reply if verb == "pause" else reply[0]
-            if opened:
-                await self._list(made)
+            result = await self._calls.call(key, verb, options, items, count)
+            has_created = result.reply if verb == "pause" else result.reply[0]
+            if has_created:
+                await self._list(created)
         except BaseException:
-            self._listed.discard(made)  # The queue may have been made again, and the reply that says so is lost.
+            self._listed.discard(created)  # The queue may have been created again: the reply that says so is lost.
             raise
-        return reply, start
+        return result
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[Enqueued]:
         items = [arg for request in jobs for arg in codec.request_args(request)]
-        reply, start = await self._call_making(queue, self._key(queue), "enqueue", (), items, len(jobs))
+        reply, start, _ = await self._call_and_list(queue, self._key(queue), "enqueue", (), items, len(jobs))
         _, packed, cached = reply
         packed = packed[start * codec.ENQUEUED.size : (start + len(jobs)) * codec.ENQUEUED.size]
         numbers: Iterator[tuple[int, int, int]] = codec.ENQUEUED.iter_unpack(packed)
@@ -182,7 +183,7 @@ class RedisStorage(Storage):
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         key = self._key(queue)
-        reply, late = await self._calls.call(key, "claim", (limit, worker, lease_ms))
+        reply, _, late = await self._calls.call(key, "claim", (limit, worker, lease_ms))
         claim = await self._read_claim(queue, reply, worker, lease_ms)
         if len(claim.jobs) < limit:
             self._wake_listener.rearm(f"{key}:wake")
@@ -220,9 +221,9 @@ class RedisStorage(Storage):
         items = [arg for item in batch for arg in codec.settlement_args(item)]
         call = (self._key(queue), "settle", (worker,), items, len(batch))
         if any(isinstance(item, Fail) and item.follow_up for item in batch):
-            reply, start = await self._call_making(queue + FAILED_SUFFIX, *call)
+            reply, start, _ = await self._call_and_list(queue + FAILED_SUFFIX, *call)
         else:
-            reply, start = await self._calls.call(*call)
+            reply, start, _ = await self._calls.call(*call)
         return [_SETTLED[code] for code in reply[1][start : start + len(batch)]]
 
     async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
@@ -245,25 +246,25 @@ class RedisStorage(Storage):
         self, queue: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
     ) -> bytes:
         """Make a call whose reply has one character for each item, and return the characters of these items."""
-        reply, start = await self._calls.call(self._key(queue), verb, options, items, count)
+        reply, start, _ = await self._calls.call(self._key(queue), verb, options, items, count)
         codes: bytes = reply[start : start + count]
         return codes
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         options = (int(paused), reason if paused else "")
-        await self._call_making(queue, self._key(queue), "pause", options, (), 0)
+        await self._call_and_list(queue, self._key(queue), "pause", options, (), 0)
 
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
-        reply, _ = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
-        overdue, stalled, gone, more, next_sweep_at = reply
+        call = await self._calls.call(self._key(queue), "sweep", (limit, worker or ""))
+        overdue, stalled, gone, more, next_sweep_at = call.reply
         return replies.Swept(
             [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
         )
 
     async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
         wanted = "".join(str(codec.STATES.index(state)) for state in states)
-        reply, _ = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
-        done, dropped = reply
+        call = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
+        done, dropped = call.reply
         if dropped:
             self._listed.discard(queue)
         if dropped and self._servers.clustered:
@@ -274,12 +275,12 @@ class RedisStorage(Storage):
         return int(done)
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
-        evict, _ = await self._calls.call(self._name, "announce", (worker, _encode(facts), ttl_ms))
-        return replies.WorkerCommands(bool(evict))
+        call = await self._calls.call(self._name, "announce", (worker, _encode(facts), ttl_ms))
+        return replies.WorkerCommands(bool(call.reply))
 
     async def _evict(self, worker: str) -> bool:
-        asked, _ = await self._calls.call(self._name, "evict", (worker,))
-        return bool(asked)
+        call = await self._calls.call(self._name, "evict", (worker,))
+        return bool(call.reply)
 
     # Reading
 
@@ -292,7 +293,7 @@ class RedisStorage(Storage):
     async def _snapshot(self) -> replies.Snapshot:
         key = f"{self._name}:queues"
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
-        queues = sorted(name.decode() for name in names)
+        queues = sorted(name.decode(errors="replace") for name in names)
         now, workers = await reads.read_workers(self._calls, self._name)
         found = await asyncio.gather(*(self._stats(queue, workers) for queue in queues))
         return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
@@ -310,7 +311,6 @@ class RedisStorage(Storage):
     # Listening
 
     async def _listen(self, topics: Sequence[Topic]) -> Callable[[], None]:
-        """Ask the server for events of these topics. Returns a function that ends the subscription."""
         with ExitStack() as leaves:
             for topic in topics:
                 key = self._key(topic.queue)

@@ -31,7 +31,7 @@ class _Cursor(msgspec.Struct, array_like=True):
     """How far an audit has come, and what it has counted."""
 
     index: str = INDEXES[0]
-    score: int = -1
+    score: str = ""
     member: bytes = b""
     scanned: str = ""
     """The cursor of the scan of all records, which follows the indexes; empty before."""
@@ -76,6 +76,8 @@ class Audit:
         if mends and not dry_run:
             await self._calls.call(self._key, "repair", tuple(mends))
         at.found += len(problems)
+        if at.passes:
+            checked = 0  # The first pass has counted these records.
         if scans or not at_end:
             return Repaired(problems, checked, msgspec.json.encode(at).hex())
         if at.found and not dry_run and at.passes < MAX_PASSES:
@@ -86,7 +88,7 @@ class Audit:
     async def _entries(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> tuple[int, bool]:
         """Check a page of entries. Returns the number of entries, and whether they were the last."""
         indexes = INDEXES[INDEXES.index(at.index) :]
-        start = None if at.score < 0 else (at.score, at.member)
+        start = (at.score, at.member) if at.score else None
         time, entries = await read_page(self._calls, self._key, indexes, start, PAGE)
         for entry in entries:
             at.index, at.score, at.member = entry.where, entry.score, entry.member
@@ -115,13 +117,13 @@ class Audit:
         return problem
 
     async def _unindexed(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> int:
-        """Find the records and leases that are in no index: there are more of them than entries."""
-        scanned, found, looked = await self._calls.read(self._key, "unindexed", at.scanned)
+        """Find the records and leases that are in no index: there are more of them than entries. Returns how many."""
+        scanned, found = await self._calls.read(self._key, "unindexed", at.scanned)
         for id in found:
             problems.append(Problem("unindexed", self._queue, clean_id(id), "the record is not in its index"))
             mends += ("record", id, "", "")
         at.scanned = scanned.decode()
-        return int(looked)
+        return len(found)
 
     async def _recount(self, at: _Cursor, dry_run: bool) -> list[Problem]:
         """Compare the counts with the records, which are right, and check that the totals add up."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast._core.clock import Clock
 from holdfast.errors import StorageFull, StorageUnavailable
@@ -29,12 +29,23 @@ TRY_AGAIN_S = 0.05
 REPEATED = frozenset({"claim", "settle"})
 """Verbs whose unanswered call is repeated under the same number. Not enqueue: the next one may be another request. Not
 extend: the answer to an earlier call says nothing about the lease now."""
+CLOSED = "the storage was closed"
 KEYS = (
     *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
     *(":workers", ":beats", ":queues", ":layout"),
 )
 """Suffixes of the keys of a queue and of a namespace. lua/keyspace.lua describes the keys."""
+
+
+class CallReply(NamedTuple):
+    """The reply to a call, for one of its callers."""
+
+    reply: Reply
+    start: int
+    """The position of the caller's items in the reply."""
+    late: bool
+    """The reply answers an earlier call that got no answer, and that this call repeats."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +56,7 @@ class PendingCall:
     options: tuple[Argument, ...]
     items: Sequence[Argument]
     count: int
-    future: asyncio.Future[tuple[Reply, int]]
+    future: asyncio.Future[CallReply]
 
     @property
     def size(self) -> int:
@@ -93,25 +104,31 @@ class CallQueue:
         self._in_flight.add(verb)
         args = (*batch[0].options, *(item for call in batch for item in call.items))
         before = self._unanswered.pop(verb, None)
-        start = 0
+        late = False
         # A claim is repeated if the worker is the same, for any number of jobs.
         if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
-            args = before  # Under the same number: the server applies it once, and its answer arrives now.
-            start = int(verb == "claim")
+            args, late = before, True  # Under the same number: the server applies it once, and its answer arrives now.
         else:
             self._numbers[verb] = self._numbers.get(verb, 0) + 1
-        deliver = partial(self._on_reply, batch, start, args)
+        deliver = partial(self._on_reply, batch, late, args)
         self._calls.send(verb, self._key, self._numbers[verb], args, deliver)
 
-    def _on_reply(self, batch: list[PendingCall], start: int, args: tuple[Argument, ...], reply: Reply) -> None:
-        verb = batch[0].verb
+    def _on_reply(self, batch: list[PendingCall], late: bool, args: tuple[Argument, ...], reply: Reply) -> None:
+        verb, start = batch[0].verb, 0
         self._in_flight.discard(verb)
         if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
             self._unanswered[verb] = args
         for call in batch:
-            resolve(call.future, self._calls.error_of(reply) if isinstance(reply, Exception) else (reply, start))
+            failed = isinstance(reply, Exception)
+            resolve(call.future, self._calls.error_of(reply) if failed else CallReply(reply, start, late))
             start += call.count
         self._send_ready()
+
+    def fail_waiting(self) -> None:
+        """Fail the calls that were not sent, because the storage closes."""
+        while (call := self._first()) is not None:
+            self._waiting.popleft()
+            call.future.set_exception(StorageUnavailable(CLOSED))
 
 
 class Calls:
@@ -128,10 +145,8 @@ class Calls:
 
     def call(
         self, key: str, verb: str, options: tuple[Argument, ...] = (), items: Sequence[Argument] = (), count: int = 0
-    ) -> asyncio.Future[tuple[Reply, int]]:
-        """Make a call that changes something. The result is the reply, and the position of this caller's items in it. A
-        call with a count of items may be joined with other calls of its verb. A claim has no items: its position is 1
-        if the reply answers an earlier claim that got no answer, otherwise 0."""
+    ) -> asyncio.Future[CallReply]:
+        """Make a call that changes something. A call with a count of items may be joined with others of its verb."""
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = CallQueue(self, key)
@@ -156,8 +171,7 @@ class Calls:
 
         def on_done(task: asyncio.Task[Reply]) -> None:
             self._tasks.discard(task)
-            closed = StorageUnavailable("the storage was closed")
-            deliver(closed if task.cancelled() else task.exception() or task.result())
+            deliver(StorageUnavailable(CLOSED) if task.cancelled() else task.exception() or task.result())
 
         task = asyncio.get_running_loop().create_task(self._routed(key, command, self._library))
         self._tasks.add(task)
@@ -239,8 +253,12 @@ class Calls:
         return StorageUnavailable(problem)
 
     async def close(self) -> None:
-        for task in list(self._tasks):
+        """Fail all calls and close all connections. Nothing is sent any more."""
+        for queue in self._queues.values():
+            queue.fail_waiting()
+        for task in self._tasks:
             task.cancel()
+        await self._servers.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 

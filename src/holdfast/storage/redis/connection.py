@@ -66,6 +66,7 @@ class ReconnectingConnection(ABC):
         self._pause_s = BACKOFF_S[0]
         self._trouble = "not connected yet"
         """Why there is no connection, or why the last one ended."""
+        self._closed = False
 
     @abstractmethod
     def _is_needed(self) -> bool: ...
@@ -88,6 +89,7 @@ class ReconnectingConnection(ABC):
 
     def end(self) -> asyncio.Task[None] | None:
         """Close the connection for good. Returns the cancelled task that was opening it, if there was one."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -110,8 +112,11 @@ class ReconnectingConnection(ABC):
                 await asyncio.sleep(pause_s)
                 try:
                     raw = await self._connect()
-                except (OSError, ValueError, ServerError, LoginRefused, HoldfastError) as error:
-                    self._trouble = f"{type(error).__name__}: {error}"
+                except Exception as error:
+                    trouble = f"{type(error).__name__}: {error}"
+                    if trouble != self._trouble:
+                        log.info("could not connect to %s: %s", self.name, trouble)
+                    self._trouble = trouble
                     self._on_connect_error(error)
                     pause_s = self._next_pause_s()
                 else:
@@ -157,7 +162,7 @@ class PendingCommand:
     args: tuple[Argument, ...]
     deadline: float
     deliver: Deliver | None
-    """Takes the reply or an error; None once it was called."""
+    """Takes the reply or an error. None once it was called, and for FUNCTION LOAD, whose reply is ignored."""
     library: Library | None
     loaded: bool = False
     """The library was sent for this command."""
@@ -177,14 +182,13 @@ class ServerConnection(ReconnectingConnection):
         self._loop = asyncio.get_running_loop()
         self._pending: deque[PendingCommand] = deque()
         """Commands without a reply, in the order of sending. With a connection, all of them were sent."""
-        self._closed = False
 
     def send(
         self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None = None
     ) -> None:
         """Send a command now, or as soon as there is a connection. `deliver` gets its reply, or an error."""
         if self._closed:
-            self._loop.call_soon(deliver, StorageUnavailable(f"the connection to {self.name} is closed"))
+            deliver(StorageUnavailable(f"the connection to {self.name} is closed"))
             return
         self._append(PendingCommand(args, deadline, deliver, library))
         if self._timer is None:
@@ -207,7 +211,6 @@ class ServerConnection(ReconnectingConnection):
         return future
 
     def end(self) -> asyncio.Task[None] | None:
-        self._closed = True
         opening = super().end()
         self._fail_all(StorageUnavailable(f"the connection to {self.name} was closed"))
         return opening

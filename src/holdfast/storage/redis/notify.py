@@ -58,11 +58,19 @@ class PubSubListener(ReconnectingConnection):
         try:
             async with asyncio.timeout(timeout_s):
                 await confirmed.wait()
+            if self._closed:
+                raise StorageUnavailable(f"the connection to {self.name} was closed")
         except BaseException as error:
             self.leave(channel)
             if isinstance(error, TimeoutError):
-                raise StorageUnavailable(f"{self.name} did not confirm a subscription in time: is it up?") from None
+                raise StorageUnavailable(f"{self.name} did not confirm a subscription: {self._trouble}") from None
             raise
+
+    def end(self) -> asyncio.Task[None] | None:
+        opening = super().end()
+        for confirmed in self._confirmed.values():
+            confirmed.set()
+        return opening
 
     def leave(self, channel: str) -> None:
         self._channels[channel] -= 1
@@ -173,10 +181,6 @@ class WakeTokenListener(ReconnectingConnection):
         if self._recently_woken.pop(key, None) is not None:
             self._renew_wait()
 
-    def end(self) -> asyncio.Task[None] | None:
-        self._stop_resting()
-        return super().end()
-
     def _is_needed(self) -> bool:
         return bool(self._keys)
 
@@ -186,6 +190,7 @@ class WakeTokenListener(ReconnectingConnection):
         self._check_after(BLOCK_S)
 
     def _on_disconnected(self) -> None:
+        self._stop_resting()
         self._waits_for, self._client_id, self._sent_at = (), 0, 0.0
 
     def _check(self) -> None:

@@ -76,9 +76,12 @@ class ConnectOptions:
         """Return the arguments of AUTH, or none if no login is needed."""
         if self.credential_provider is not None:
             try:
-                return tuple(await self.credential_provider.get_credentials_async())
+                given: Any = await self.credential_provider.get_credentials_async()
             except Exception as error:
                 raise ConnectionError(f"the credential provider raised {type(error).__name__}: {error}") from error
+            if isinstance(given, str | None) or not all(isinstance(word, str | bytes) for word in given):
+                raise ConnectionError("the credential provider must return (password,) or (username, password)")
+            return tuple(given)
         if self.username:
             return (self.username, self.password)
         return (self.password,) if self.password else ()
@@ -236,6 +239,9 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
             raise error  # A full server refuses a new connection, and another attempt may succeed.
         if error.code != "NOAUTH" and command[1] == "SETINFO":
             continue  # A server before 7.2 does not have this command.
-        if error.code in ("WRONGPASS", "NOAUTH", "NOPERM") or command[0] == "AUTH":
+        if command[0] == "AUTH":
+            detail = str(error).partition(", with args")[0]  # A server that does not know AUTH repeats its arguments.
+            raise LoginRefused(error.code if str(command[-1]) in detail else detail)
+        if error.code in ("WRONGPASS", "NOAUTH", "NOPERM"):
             raise LoginRefused(str(error))
         raise error

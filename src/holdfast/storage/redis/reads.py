@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,9 @@ from holdfast.storage.redis import codec
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.validation import clean_id, id_bytes
 
+MAX_SCORE = 2**62
+"""Stands for every higher score, also an infinite one, in cursors. The times of jobs are lower."""
+
 _decode_facts = msgspec.msgpack.Decoder(WorkerFacts).decode
 
 
@@ -26,7 +30,8 @@ class Entry(NamedTuple):
     where: str
     """The index, as the suffix of its key."""
     member: bytes
-    score: int
+    score: str
+    """The number as the server writes it; damage can make it infinite."""
     raw: bytes | None
     run: bytes | None
 
@@ -45,18 +50,19 @@ class Entry(NamedTuple):
     @property
     def key(self) -> SortKey:
         """The place of the entry in its index, as `table.index_of` gives it."""
-        return (-int(self.where[2:]), self.score, codec.arrival_of(self.member)) if self.waits else (self.score,)
+        score = math.ceil(max(-MAX_SCORE, min(float(self.score), MAX_SCORE)))
+        return (-int(self.where[2:]), score, codec.arrival_of(self.member)) if self.waits else (score,)
 
 
 async def read_page(
-    calls: Calls, key: str, indexes: Sequence[str], start: tuple[int, bytes] | None, limit: int
+    calls: Calls, key: str, indexes: Sequence[str], start: tuple[str, bytes] | None, limit: int
 ) -> tuple[QueueTime, list[Entry]]:
     """Return the time of the queue and at most `limit` entries of these indexes, one index after the other. `start` is
     a score and a member of the first index: the entries begin behind it."""
-    score, member = ("", b"") if start is None else (str(start[0]), start[1])
+    score, member = start or ("", b"")
     now, skew, last_stamp, flat = await calls.read(key, "page", limit, score, member, *indexes)
     entries = [
-        Entry(index.decode(), member, int(float(score)), raw, run)
+        Entry(index.decode(), member, score.decode(), raw, run)
         for index, member, score, raw, run in zip(*(flat[at::5] for at in range(5)), strict=True)
     ]
     return QueueTime(now, last_stamp, skew), entries
@@ -88,11 +94,12 @@ def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:
     return indexes
 
 
-def score_and_member(place: Place | None) -> tuple[int, bytes] | None:
+def score_and_member(place: Place | None) -> tuple[str, bytes] | None:
     if place is None:
         return None
     key, id = place
-    return (key[1], codec.waiting_member(key[2], id)) if len(key) == 3 else (key[0], id)
+    score, member = (key[1], codec.waiting_member(key[2], id)) if len(key) == 3 else (key[0], id)
+    return str(math.copysign(math.inf, score) if abs(score) >= MAX_SCORE else score), member
 
 
 async def read_jobs(calls: Calls, key: str, ids: Sequence[str]) -> list[Job | None]:
@@ -152,7 +159,7 @@ def queue_stats(queue: str, reply: codec.StatsReply, workers: Sequence[WorkerInf
         cancelled=sizes[State.CANCELLED] - forgotten[State.CANCELLED],
         oldest_ready_ms=max(0, reply.now - reply.oldest) // 1000,
         paused=bool(reply.paused),
-        reason=reply.reason.decode(),
+        reason=reply.reason.decode(errors="replace"),
         workers=[worker.worker for worker in workers if queue in served_by(worker)],
         totals={kind: n for kind, n in zip(codec.KINDS, reply.totals, strict=True) if n},
     )

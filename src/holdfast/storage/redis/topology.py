@@ -28,6 +28,7 @@ class NodeLeft(HoldfastError):
     """A node has left the cluster while a command waited for it."""
 
     code = "MOVED"
+    """The caller looks for the key on another node, as after a MOVED error of a server."""
 
 
 async def ask_first(
@@ -45,7 +46,7 @@ async def ask_first(
                     (reply,) = await connection.ask(command)
                 finally:
                     connection.abort()
-        except (OSError, raw.ServerError, raw.LoginRefused) as error:
+        except Exception as error:
             reply = error
         if reply and not isinstance(reply, Exception):
             return options, reply
@@ -65,6 +66,7 @@ class Servers:
     name: str
     options: ConnectOptions
     _connections: dict[Node, ServerConnection] = field(default_factory=dict[Node, ServerConnection], init=False)
+    _closed: bool = field(default=False, init=False)
     clustered = False
 
     def clone(self) -> Self:
@@ -84,6 +86,8 @@ class Servers:
         if connection is None:
             name = self.name if node is None else f"{node[0]}:{node[1]}"
             connection = self._connections[node] = ServerConnection(name, partial(self._connect, node))
+            if self._closed:
+                connection.end()
         return connection
 
     async def open(self, key: str) -> RawConnection:
@@ -97,9 +101,15 @@ class Servers:
         """Find out where keys are, after an error said that one has moved."""
         raise StorageUnavailable(f"{self.name} is part of a cluster ({error}): use redis+cluster://")
 
+    def start(self) -> None:
+        """Allow connections on the running event loop, also after `close`."""
+        self._connections.clear()
+        self._closed = False
+
     async def close(self) -> None:
+        """Close all connections. Every command fails from now on, until `start`."""
+        self._closed = True
         await all_ended([connection.end() for connection in self._connections.values()])
-        self._connections.clear()  # Only now: a call that fails here sends the next one, which must fail as well.
 
 
 @dataclass(eq=False, repr=False)
@@ -129,9 +139,13 @@ class ClusterServers(Servers):
 
     seeds: list[NodeAddress]
     _slots: list[SlotRange] = field(default_factory=list[SlotRange], init=False)
-    _refreshing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _refreshing: asyncio.Lock = field(init=False)
     _refreshed_at: float = field(default=0.0, init=False)
     clustered = True
+
+    def start(self) -> None:
+        super().start()
+        self._refreshing = asyncio.Lock()  # It belongs to one event loop.
 
     def node_of(self, key: str) -> NodeAddress:
         slot = slot_of(key)

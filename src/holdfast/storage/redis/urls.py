@@ -47,7 +47,8 @@ def _timeout(text: str) -> float:
     return timeout_s
 
 
-USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
+OPTIONS: Mapping[str, Callable[[str], Any]] = {
+    "ssl": _one_of({"1": True, "true": True, "True": True, "0": False, "false": False, "False": False}),
     **dict.fromkeys(("username", "password", "client_name", "ssl_keyfile", "ssl_certfile", "ssl_password"), str),
     **dict.fromkeys(("ssl_ca_certs", "ssl_ca_path", "ssl_ca_data", "ssl_ciphers"), str),
     **dict.fromkeys(("ssl_include_verify_flags", "ssl_exclude_verify_flags"), _verify_flags),
@@ -58,15 +59,14 @@ USED_OPTIONS: Mapping[str, Callable[[str], Any]] = {
     "ssl_min_version": lambda text: ssl.TLSVersion(int(text)),
     "timeout": _timeout,
     "eviction": _one_of({"refuse": False, "allow": True}),
+    # These change nothing: Holdfast has its own retries and timeouts.
+    **dict.fromkeys(("decode_responses", "encoding", "encoding_errors", "legacy_responses", "lib_name"), str),
+    **dict.fromkeys(("lib_version", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_type"), str),
+    **dict.fromkeys(("health_check_interval", "socket_timeout"), float),
+    **dict.fromkeys(("protocol", "socket_read_size"), int),
 }
 """Options of a URL and how their text is read. `timeout` and `eviction` are for the storage; all others have the names
 and meanings of redis-py."""
-UNUSED_OPTIONS = {
-    *("decode_responses", "encoding", "encoding_errors", "health_check_interval", "legacy_responses", "lib_name"),
-    *("lib_version", "protocol", "retry_on_error", "retry_on_timeout", "socket_keepalive", "socket_read_size"),
-    *("socket_timeout", "socket_type"),
-}
-"""Options of redis-py that a URL may have and that change nothing: Holdfast has its own retries and timeouts."""
 
 
 def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
@@ -89,10 +89,12 @@ def servers_from_url(url: str, shown: str) -> tuple[Servers, dict[str, Any]]:
         raise OptionError(f"{shown!r:.120} has a database that is not a number: write redis://host:6379/0")
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
     login = {name: query.pop(f"sentinel_{name}", "") for name in ("username", "password") if service}
-    tls = scheme in ("rediss", "valkeys") or query.pop("ssl", "") in ("1", "true", "True")
     username, _, password = credentials.partition(":")
     settings: dict[str, Any] = {"username": unquote(username), "password": unquote(password), "db": int(path or 0)}
     settings |= _read_query(query, shown)
+    tls = settings.pop("ssl", False) or scheme in ("rediss", "valkeys")
+    if not tls and any(name.startswith("ssl_") for name in settings):
+        raise OptionError(f"{shown!r:.120} has TLS options but no TLS: use rediss://, or add ssl=1")
     names = {"timeout": "timeout_s", "eviction": "allow_eviction"}
     storage_options = {names[name]: value for name, value in settings.items() if name in names}
     options = connect_options(settings, tls).at(addresses[0])
@@ -114,15 +116,14 @@ def _address(text: str, port: int) -> NodeAddress:
 def _read_query(query: Mapping[str, str], shown: str) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, text in query.items():
-        if name in USED_OPTIONS:
-            try:
-                settings[name] = USED_OPTIONS[name](text)
-            except ValueError as error:
-                detail = f": {error!s:.100}" if text in shown else ""
-                raise OptionError(f"{shown!r:.120} has an invalid value for {name}{detail}") from None
-        elif name not in UNUSED_OPTIONS:
+        if name not in OPTIONS:
             detail = f": {name!r:.40}" if name in shown else ""
             raise OptionError(f"{shown!r:.120} has an unknown option{detail}")
+        try:
+            settings[name] = OPTIONS[name](text)
+        except ValueError as error:
+            detail = f": {error!s:.100}" if text in shown else ""
+            raise OptionError(f"{shown!r:.120} has an invalid value for {name}{detail}") from None
     return settings
 
 

@@ -39,7 +39,7 @@ function VERBS.rebuild()
 end
 
 -- Scan all records, then all leases, for records that are not in their index and for leases without a record. Returns the
--- next cursor, the ids, and the number of records that were read. A cursor with `r` is one of the leases.
+-- next cursor and the ids. A cursor with `r` is one of the leases.
 function VERBS.unindexed()
   local at = ARGS[FIRST_ARG]
   local at_runs, cursor, found = sub(at, 1, 1) == 'r', string.gsub(at, 'r', ''), {}
@@ -52,7 +52,7 @@ function VERBS.unindexed()
   end
   local after = (at_runs and 'r' or '') .. page[1]
   if after == '0' then after = 'r0' elseif after == 'r0' then after = '0' end
-  return {after, found, #page[2] / 2}
+  return {after, found}
 end
 
 -- Repair what an audit found. `entry`: the member of an index is removed, and its record is written to the right index.

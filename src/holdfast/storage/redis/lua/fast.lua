@@ -79,7 +79,7 @@ end
 
 -- Whether the holder of the lease completes a live record without a `next`.
 function fast.completes(raw, run, head, holder)
-  return FAST and raw and run and byte(head) == COMPLETE and LIVE[byte(raw)] and band(byte(run), NEXT) == 0
+  return FAST and raw and run and run ~= '' and byte(head) == COMPLETE and LIVE[byte(raw)] and band(byte(run), NEXT) == 0
     and sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) == sub(run, FENCE_AT, FENCE_END)
     and sub(run, HOLDER_AT, HOLDER_AT - 1 + #holder) == holder
 end

@@ -2,7 +2,8 @@
 -- that an enqueue does not need.
 
 local first_score = transaction.first_score
-local PAGE = 100 -- leases that are read at a time
+local PAGE = 100
+leases.PAGE = PAGE -- leases that are read at a time
 
 -- The priorities that waiting jobs may have, highest first.
 function leases.priorities_of(tx)

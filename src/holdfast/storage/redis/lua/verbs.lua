@@ -6,7 +6,7 @@ local complete_plain, complete_remembered = fast.complete_plain, fast.complete_r
 local MAX_CALL_BYTES = 1048576
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
-local PAGE = 100 -- leases that are read at a time
+local PAGE = leases.PAGE
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
 local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
 
