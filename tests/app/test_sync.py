@@ -420,6 +420,13 @@ def test_a_script_that_leaves_things_open_ends_cleanly(place: Place) -> None:
     assert told == "a\n"
 
 
+def test_blocking_call_works_in_an_exit_handler_that_was_registered_first(place: Place) -> None:
+    first = 'import atexit\natexit.register(lambda: print(queue.enqueue(2, id="b").id))\n'
+    command = [sys.executable, "-c", first + SCRIPT + 'queue.enqueue(1, id="a")', place.url, place.namespace]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b\n", "")
+
+
 def test_a_script_that_exits_in_a_block_ends_with_its_own_code(place: Place) -> None:
     body = SCRIPT + 'queue.enqueue(1, id="a")\nwith queue.leased():\n    sys.exit(7)\n'
     command = [sys.executable, "-c", body, place.url, place.namespace]

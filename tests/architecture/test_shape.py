@@ -21,7 +21,7 @@ BUDGETS = {
     "_core": 2_670,
     "_client": 1_840,
     "_worker": 3_350,
-    "storage": 7_830,
+    "storage": 7_900,
     "storage/conformance": 3_000,
     "cli": 2_000,
     "": 330,
@@ -29,7 +29,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 16_000
+WITHOUT_CLI = 16_030
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""
@@ -64,7 +64,7 @@ def test_every_package_has_a_budget() -> None:
     assert {package_of(path) for path in CODE} == set(BUDGETS)
 
 
-def test_package_without_cli_has_at_most_16_000_lines() -> None:
+def test_package_without_cli_stays_within_its_lines() -> None:
     assert sum(lines_of(path) for path in CODE if package_of(path) not in APART) <= WITHOUT_CLI
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast._core.jobs import State
-from holdfast._core.text import escape_control, format_duration, format_moment
-from holdfast.cli.output import plain, say, say_json, table
+from holdfast._core.text import escape_control
+from holdfast.cli.output import format_duration, format_moment, plain, say, say_json, table
 from holdfast.errors import JobError
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202e\r\x7f\u2028\ufeff\U000e0041\udcff"

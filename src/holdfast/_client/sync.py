@@ -6,7 +6,6 @@ Every method here has the signature and the docstring of the async method that i
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
 import inspect
 import os
@@ -73,12 +72,6 @@ def _refuse_in_a_loop() -> None:
     except RuntimeError:
         return
     raise NotOpen("a blocking call inside an event loop would stop the loop: await the async version instead")
-
-
-@atexit.register
-def _close_all() -> None:
-    if loop := _loops.get(os.getpid()):
-        loop.call_soon_threadsafe(loop.stop)
 
 
 class Blocking(Generic[S_co]):

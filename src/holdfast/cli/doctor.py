@@ -10,10 +10,9 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._core.clock import SystemClock
 from holdfast._core.replies import Snapshot, StorageInfo
-from holdfast._core.text import format_count
 from holdfast._worker.app_loader import app_parts, import_app
 from holdfast.cli.common import with_present_app
-from holdfast.cli.output import NO, as_json, end, say, say_json
+from holdfast.cli.output import NO, as_json, end, format_count, say, say_json
 from holdfast.cli.settings import look_here, settings
 
 SKEW_WARN_S = 1.0

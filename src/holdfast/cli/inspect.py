@@ -15,9 +15,9 @@ from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
-from holdfast._core.text import escape_control, format_duration, format_moment
+from holdfast._core.text import escape_control
 from holdfast.cli.common import Number, with_present_app
-from holdfast.cli.output import NO, as_json, end, plain, say, say_json, table, where
+from holdfast.cli.output import NO, as_json, end, format_duration, format_moment, plain, say, say_json, table, where
 from holdfast.cli.reasons import explain as find_reasons
 
 STATES = click.Choice([state.value for state in State])

@@ -11,10 +11,9 @@ from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
 from holdfast._core.jobs import State
 from holdfast._core.replies import CancelResult, Placed, Problem
-from holdfast._core.text import format_count
 from holdfast.cli.common import Number, with_app, with_present_app
 from holdfast.cli.inspect import STATES
-from holdfast.cli.output import NO, as_json, end, say, say_json
+from holdfast.cli.output import NO, as_json, end, format_count, say, say_json
 from holdfast.errors import JobNotFound
 
 

@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any, NoReturn, cast
 
 import click
@@ -82,3 +83,22 @@ def end(status: int, why: str = "") -> NoReturn:
         lines = (escape_control(line) for line in f"holdfast: {why}".split("\n"))
         click.secho("\n".join(lines), fg="red", err=True)
     sys.exit(status)
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: 3 s, 2 min, 5 h, 4 d."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def format_moment(at: datetime, seconds: float) -> str:
+    """Format a point in time and its distance from now in seconds, which is negative in the past."""
+    distance = f"in {format_duration(seconds)}" if seconds >= 0 else f"{format_duration(-seconds)} ago"
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC ({distance})"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Format a count and its noun: 1 job, 2,000 jobs."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -8,7 +8,8 @@ from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats
-from holdfast._core.text import format_count, format_moment, format_times
+from holdfast._core.text import format_times
+from holdfast.cli.output import format_count, format_moment
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
