@@ -305,7 +305,7 @@ async def test_nothing_is_sent_and_no_connection_is_left_after_close(own: Server
     assert own.info("clients")["connected_clients"] == "1"  # The test itself.
 
 
-async def test_a_closed_storage_fails_calls_and_subscriptions_at_once_and_can_be_opened_again(own: Server) -> None:
+async def test_closed_storage_fails_calls_at_once_and_can_be_opened_again(own: Server) -> None:
     storage = connect(own.url)
     async with storage:
         own.pause()
