@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from holdfast import (
     current_job,
 )
 from holdfast._core.events import Event, Topic
-from holdfast.storage.local.sqlite import notify
 from holdfast.testing import rehearse
 from tests.app.conftest import Place, until
 from tests.app.test_side_by_side import Faults, faulty_app
@@ -289,27 +286,6 @@ def test_a_blocking_block_that_is_interrupted_gives_its_job_back_uncounted(place
 
 
 # Events
-
-
-@pytest.mark.storages("sqlite")
-async def test_events_contain_nothing_false_when_sockets_are_unavailable(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_sockets(*args: object) -> None:
-        raise OSError("no sockets here")
-
-    monkeypatch.setattr(notify.NotifyReceiver, "__init__", no_sockets)
-    async with place.app() as app:
-        await watch_while(app, lambda: enqueue_elsewhere(place))
-
-
-async def enqueue_elsewhere(place: Place) -> None:
-    """Another process writes, to another queue."""
-    say = f"from holdfast import Holdfast; Holdfast({place.url!r}, namespace={place.namespace!r})"
-    other = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", f"{say}.queue('other').sync.enqueue(1)", cwd=Path(__file__).parents[2]
-    )
-    assert await other.wait() == 0
 
 
 @pytest.mark.storages("valkey")

@@ -58,7 +58,7 @@ UNREACHED = {
     "_worker.processes.pool.Pool.open#3": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
     "_worker.processes.pool.Pool._roll#*": "the same",
-    "_worker.processes.os_process.Process.kill_and_wait#4": "a child left processes of its own behind",
+    "_worker.processes.os_process.Process.kill_and_wait#3": "a child left processes of its own behind",
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
     "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._ensure_open#*": "the same",

@@ -37,7 +37,8 @@ class Harness(StorageHarness, Protocol):
 
 async def _tag_local_record(storage: Storage, queue: str, id: str, entries: Extension) -> None:
     def tag(engine: Engine) -> None:
-        engine.table.open(queue)
+        if engine.table.meta(queue) is None:
+            return
         job = engine.table.load(queue, [id]).get(id)
         if job is not None:
             engine.table.write(queue, [Change(id, job, replace(job, extension=entries))], [])

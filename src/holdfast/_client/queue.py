@@ -278,13 +278,14 @@ class Queue:
         """Yield the jobs of one state, or of all, without payloads and results. A job that changes its state meanwhile
         may be missed or appear twice."""
         wanted = None if state is None else to_state(state)
-        page = await self._session.storage.scan(self.name, state=wanted)
+        after: str | None = None
         while True:
+            page = await self._session.storage.scan(self.name, state=wanted, after=after)
             for job in page.jobs:
                 yield self._info(job)
-            if page.after is None:
+            after = page.after
+            if after is None:
                 return
-            page = await self._session.storage.scan(self.name, state=wanted, after=page.after)
 
     async def stats(self) -> Stats:
         """Return the counts of this queue, the age of its oldest ready job, and its workers."""
