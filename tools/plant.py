@@ -146,7 +146,7 @@ BUGS = [
     ),
     Bug(
         "F-P6 b",
-        "as above, for a job that ran before",
+        "as above, for a job that was retried",
         "lua/transaction.lua",
         "if job.run and job.run.changed then append",
         "if job.run and job.run.changed and entry.ran then append",
@@ -234,7 +234,7 @@ BUGS = [
     ),
     Bug(
         "F-M2 b",
-        "as above, for a job that ran before",
+        "as above, for a job that was retried",
         "lua/lifecycle.lua",
         "fence = stamp(time), lease_ms = lease_ms, until_at = ",
         "fence = stamp(time), lease_ms = lease_ms, until_at = 0 * ",

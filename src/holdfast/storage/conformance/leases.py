@@ -66,6 +66,16 @@ async def test_a_late_settle_is_refused_after_the_lease_moved_on(stage: Stage) -
     assert await stage.complete(current) is SettleResult.OK
 
 
+async def test_a_retried_job_is_leased_again_and_settles(stage: Stage) -> None:
+    await stage.enqueue("a")
+    await stage.retry(await stage.claim_one())
+    job = await stage.claim_one(worker="w2")
+    assert (job.attempts, job.retries) == (2, 1)
+    assert await stage.the("a") == job
+    assert await stage.claim(10) == []
+    assert await stage.complete(job, worker="w2") is SettleResult.OK
+
+
 async def test_a_lease_past_its_deadline_but_not_swept_still_settles(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one(lease=10)
