@@ -115,7 +115,8 @@ class RedisSaboteur:
         raw, run = (self.command("HGET", self.key + where, field) for where in (":jobs", ":runs"))
         if raw is not None:
             job = form.decode_job(field, raw, None if run is None else form.decode_run(run))
-            self.command("HSET", self.key + ":jobs", field, encode(replace(job, extension=entries))[0])
+            tagged = encode(replace(job, extension=entries), waiters=_waiters(raw))[0]
+            self.command("HSET", self.key + ":jobs", field, tagged)
 
     def write(self, id: str, job: Job) -> None:
         """A record as it could have been written, in the index where it belongs."""
@@ -175,16 +176,25 @@ class RedisSaboteur:
         self.write_meta(fields)
 
 
-def encode(job: Job) -> tuple[bytes, bytes | None]:
-    """A record and its run, as record.lua writes them: without waiters, and never in the short form."""
+def _waiters(raw: bytes) -> bytes:
+    """The clients that wait for the end of a job, as its record lists them."""
+    if not raw[0] & form.LONG:
+        return b""
+    *_, error_size, previous_size, waiters_size = form._LONG.unpack_from(raw, form._HEAD.size)
+    at = form._HEAD.size + form._LONG.size + max(error_size - 1, 0) + previous_size
+    return raw[at : at + waiters_size]
+
+
+def encode(job: Job, waiters: bytes = b"") -> tuple[bytes, bytes | None]:
+    """A record and its run, as record.lua writes them, but never in the short form."""
     previous = b"" if job.previous is None else encode_outcome(job.previous)
     flags = form.MARK | form.LONG | (form.FLAG_CUSTOM_ID if job.custom_id else 0)
     keep = 0 if job.keep_ms is None else job.keep_ms + 1
     middle = form._LONG.pack(
         *(job.arrival, job.wall_at, job.attempts - (job.run is not None), job.retries, job.stalls, job.timeouts),
-        *(keep, job.keep_until_at, _size(job.error), len(previous), 0),
+        *(keep, job.keep_until_at, _size(job.error), len(previous), len(waiters)),
     )
-    middle += (job.error or b"") + previous
+    middle += (job.error or b"") + previous + waiters
     if job.outcome is not None:
         outcome = encode_outcome(job.outcome)
         flags |= form.FLAG_FINISHED
