@@ -116,9 +116,10 @@ class Executor(ABC):
         """Wait, and raise if the executor fails."""
         await asyncio.Event().wait()
 
-    @abstractmethod
     async def close(self) -> None:
         """End everything that the executor has started."""
+        if self._next_timeout is not None:  # Until its time the loop would keep the worker and its storage in memory.
+            self._next_timeout.cancel()
 
     @property
     @abstractmethod
@@ -263,6 +264,7 @@ class Inline(Executor):
         self._capacity.open_host(0)
 
     async def close(self) -> None:
+        await super().close()
         self.runner.close()
 
     def start(self, run: Run) -> None:

@@ -60,6 +60,7 @@ class Heartbeat:
         self._snapshot: tuple[WorkerFacts, list[str]]
         """The record of the worker, and the queues of which no further job fits. Written by the worker's loop twice per
         beat, unless that is blocked; read by this thread."""
+        self._next_snapshot: asyncio.TimerHandle
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None]
@@ -96,6 +97,7 @@ class Heartbeat:
         """End at once, even during a beat, and announce that the worker leaves if the storage answers quickly."""
         if self._enabled:
             self._stopping = True
+            self._next_snapshot.cancel()
             _call_on(self._loop, lambda: self._work and self._work.cancel())
             await asyncio.to_thread(self._thread.join)
 
@@ -107,7 +109,7 @@ class Heartbeat:
         capacity = self._context.claimer.capacity
         self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
         if not self._stopping:
-            self._home.call_later(self._every_s / 2, self._make_snapshot)
+            self._next_snapshot = self._home.call_later(self._every_s / 2, self._make_snapshot)
 
     def _lost(self, run: Run) -> None:
         """A lease is lost: stop its run, and discard the result."""

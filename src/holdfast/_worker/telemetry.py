@@ -10,8 +10,10 @@ import os
 import secrets
 import socket
 import sys
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -25,12 +27,18 @@ from holdfast._core.text import escape_control
 from holdfast.errors import HoldfastError, JobError
 from holdfast.version import VERSION
 
+T = TypeVar("T")
+
 log = logging.getLogger("holdfast.worker")
 jobs_log = logging.getLogger("holdfast.jobs")
 """Logger with one line for each event of a job."""
 
 MAX_NAMED_BYTES = 48_000
 """Most bytes of queue names in a worker's record."""
+MAX_HOOK_CALLS = 10_000
+"""Most events and errors that wait for hooks. When more come, the oldest are dropped: hooks get hints."""
+DROPPED_LOG_S = 5.0
+"""Shortest time between two log lines about dropped events and errors."""
 FORMATS = ("text", "json")
 KINDS: dict[Any, EventKind] = {
     Complete: EventKind.COMPLETED,
@@ -59,6 +67,30 @@ ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
 """Takes an error that is not the failure of a job, and the place where it happened."""
 
 
+class HookBacklog(Generic[T]):
+    """Events and errors that wait for hooks, at most `MAX_HOOK_CALLS`."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[T] = deque(maxlen=MAX_HOOK_CALLS)
+        self._dropped = 0
+        """Number of dropped items that are not in the log yet."""
+        self._logged_at = float("-inf")
+
+    def add(self, item: T) -> None:
+        """Add an item, and drop the oldest one if there are too many."""
+        if len(self.waiting) == self.waiting.maxlen:
+            self._dropped += 1
+            if time.monotonic() >= self._logged_at + DROPPED_LOG_S:
+                self.log_dropped()
+        self.waiting.append(item)
+
+    def log_dropped(self) -> None:
+        """Log how many items were dropped since the last log line."""
+        if self._dropped:
+            log.warning("dropped %d of the events and errors for hooks: the hooks are too slow", self._dropped)
+            self._dropped, self._logged_at = 0, time.monotonic()
+
+
 class HookDispatcher:
     """Calls hooks with events and errors, in order and in its own task, so that a slow hook delays no job."""
 
@@ -67,18 +99,28 @@ class HookDispatcher:
         self.on_event = list(on_event)
         self._on_threads = on_threads
         self._report_error = report_error
-        self._waiting: asyncio.Queue[RunEvent | tuple[BaseException, str] | None] = asyncio.Queue()
+        self._backlog: HookBacklog[RunEvent | tuple[BaseException, str]] = HookBacklog()
+        self._added = asyncio.Event()
+        self._ending = False
 
     def publish(self, event: RunEvent) -> None:
         if self.on_event:
-            self._waiting.put_nowait(event)
+            self._backlog.add(event)
+            self._added.set()
 
     def report_error(self, error: BaseException, where: str) -> None:
         """Report an error that is not the failure of a job."""
-        self._waiting.put_nowait((error, where))
+        self._backlog.add((error, where))
+        self._added.set()
 
     async def run(self) -> None:
-        while (item := await self._waiting.get()) is not None:
+        """Call hooks until `end`."""
+        while not self._ending or self._backlog.waiting:
+            if not self._backlog.waiting:
+                self._added.clear()
+                await self._added.wait()
+                continue
+            item = self._backlog.waiting.popleft()
             if isinstance(item, tuple):
                 await self._report_error(*item)
                 continue
@@ -91,7 +133,9 @@ class HookDispatcher:
 
     async def end(self, running: asyncio.Task[None], within_s: float) -> None:
         """Let `running`, the task of `run`, call hooks with all that waits; cancel it if that takes too long."""
-        self._waiting.put_nowait(None)
+        self._ending = True
+        self._added.set()
+        self._backlog.log_dropped()
         await asyncio.wait([running], timeout=within_s)
         if not running.done():
             log.error("a hook did not finish within %g s at shutdown: cancelled", within_s)

@@ -19,7 +19,7 @@ from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason
 from holdfast._worker.executor import Executor, Run, wait_until
 from holdfast._worker.processes.child_handle import ChildHandle, ChildState
 from holdfast._worker.processes.messages import Begin, Happened, Hello, HookError, without_odd_id
-from holdfast._worker.telemetry import Logs, RunEvent, log_error
+from holdfast._worker.telemetry import HookBacklog, Logs, RunEvent, log_error
 from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
@@ -36,8 +36,6 @@ SPARE_IDLE_S = 10.0
 """How long a spare child is kept for the next isolated run."""
 RESTART_S = (0.1, 5.0)
 """The first and the longest pause after a child that could not start."""
-MAX_HOOK_CALLS = 10_000
-"""Events and errors that wait for the child that calls the app's hooks; the oldest are dropped."""
 
 log = logging.getLogger("holdfast.worker")
 
@@ -71,7 +69,7 @@ class Pool(Executor):
         self._begin = Begin(VERSION, settings.worker, settings.target, list(settings.path), settings.logs)
         self.kill_allowance_s = settings.drain_grace_s + 2.0
         self._children: dict[int, ChildHandle] = {}
-        self._hook_calls: deque[Happened | HookError] = deque(maxlen=MAX_HOOK_CALLS)
+        self._hook_calls: HookBacklog[Happened | HookError] = HookBacklog()
         self._hook_child: ChildHandle | None = None
         """The child that gets all of them, so that hooks are called in order."""
         self._numbers = itertools.count(1)
@@ -122,6 +120,8 @@ class Pool(Executor):
         await asyncio.shield(self._main)
 
     async def close(self) -> None:
+        await super().close()
+        self._hook_calls.log_dropped()
         self._closing.set()
         if self._main is not None:
             await asyncio.shield(self._main)
@@ -318,13 +318,14 @@ class Pool(Executor):
     def _call_hooks(self, *calls: Happened | HookError) -> None:
         """Send events and errors to the child that calls the app's hooks. They wait while that child does not answer;
         another child gets them only when it is gone."""
-        self._hook_calls.extend(calls)
+        for call in calls:
+            self._hook_calls.add(call)
         if self._hook_child is None or not self._hook_child.open:
             open_children = (child for child in self._children.values() if child.open and not child.spare)
             self._hook_child = next(open_children, None)
         if self._hook_child is not None and not self._hook_child.is_unresponsive(asyncio.get_running_loop().time()):
-            while self._hook_calls:
-                self._hook_child.send(self._hook_calls.popleft())
+            while waiting := self._hook_calls.waiting:
+                self._hook_child.send(waiting.popleft())
 
     # New code
 

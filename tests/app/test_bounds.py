@@ -1,0 +1,89 @@
+"""What a worker keeps and does at most: memory, events for hooks, claims in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast import Holdfast, RunEvent
+from holdfast._worker import telemetry
+from holdfast._worker.worker import WorkerContext
+from holdfast.testing import rehearse
+from tests.app.conftest import until
+
+App = Holdfast[Any]
+MakeApp = Callable[..., App]
+
+# Memory
+
+
+def workers_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(thing, WorkerContext) for thing in gc.get_objects())
+
+
+async def test_stopped_worker_is_not_kept_in_memory(app: App) -> None:
+    @app.task(name="t", timeout=86_400)
+    async def work() -> int:
+        return 1
+
+    before = workers_in_memory()
+    for _ in range(3):
+        async with app.worker(lease=3_600):
+            assert await work.call() == 1
+    await asyncio.sleep(0)
+    assert workers_in_memory() == before
+
+
+@pytest.mark.storages("memory")
+async def test_drains_of_a_rehearsal_keep_no_worker_in_memory(app: App) -> None:
+    @app.task(name="t", timeout=86_400)
+    async def work() -> None:
+        pass
+
+    before = workers_in_memory()
+    with rehearse(app) as jobs:
+        for _ in range(10):
+            await work.enqueue()
+            assert len(await jobs.drain()) == 1
+        await asyncio.sleep(0)
+        assert workers_in_memory() == before
+
+
+# Hooks
+
+
+@pytest.mark.storages("memory")
+async def test_events_for_a_slow_hook_are_dropped_and_counted(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telemetry, "MAX_HOOK_CALLS", 10)
+    caplog.set_level(logging.WARNING, "holdfast.worker")
+    may_go_on = asyncio.Event()
+    seen: list[RunEvent] = []
+    done = 0
+
+    @app.on_event
+    async def slow(event: RunEvent) -> None:
+        seen.append(event)
+        await may_go_on.wait()
+
+    @app.task(name="t")
+    async def work() -> None:
+        nonlocal done
+        done += 1
+
+    async with app.worker():
+        await app.enqueue_many(work.bind() for _ in range(50))
+        await until(lambda: done == 50)
+        await asyncio.sleep(0.1)
+        may_go_on.set()
+    dropped = [int(message.split()[1]) for message in caplog.messages if message.startswith("dropped")]
+    assert len(seen) == 11
+    assert len(dropped) == 2  # At once, and the others when the worker stops.
+    assert sum(dropped) == 100 - 11
