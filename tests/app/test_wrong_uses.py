@@ -137,6 +137,16 @@ def test_a_task_has_one_fail_handler_which_takes_a_failure(idle: Holdfast[Any]) 
         task.on_failure(first)
 
 
+def test_stub_has_no_fail_handler(idle: Holdfast[Any]) -> None:
+    @idle.stub(name="far")
+    async def far() -> None: ...
+
+    with pytest.raises(OptionError, match="far is a stub: register on_failure in the program that has the function"):
+
+        @far.on_failure
+        async def alert(failure: Failure) -> None: ...
+
+
 def test_task_that_is_not_a_function_is_refused(idle: Holdfast[Any]) -> None:
     for wrong in (5, "name", int):
         with pytest.raises(OptionError, match="a task must be a function, not"):

@@ -102,6 +102,8 @@ class Definition:
 
     def add_fail_handler(self, options: HandlerOptions, function: F) -> F:
         check_names(f"on_failure of {self.name}", HandlerOptions, options)
+        if self.stub:
+            raise OptionError(f"{self.name} is a stub: register on_failure in the program that has the function")
         if self.fail_handler is not None:
             raise OptionError(f"{self.name} already has a fail handler: register only one")
         queue, codecs = self.name + FAILED_SUFFIX, self.session.codecs
