@@ -15,6 +15,7 @@ from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import State, Update
 from holdfast._core.replies import CancelResult, KeepResult, Placed
 from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
+from holdfast._worker.logs import job_log_filter
 from holdfast._worker.telemetry import RunEvent
 from holdfast._worker.worker import Worker
 from holdfast.errors import *  # noqa: F403 -- exactly its `__all__`
@@ -42,5 +43,6 @@ __all__ = [
     "Worker",
     "content_id",
     "current_job",
+    "job_log_filter",
 ]
 __all__ += errors.__all__

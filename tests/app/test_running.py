@@ -361,6 +361,24 @@ async def test_traceback_has_frames_of_the_handler_and_none_of_the_package(
     assert "concurrent/futures" not in trace
 
 
+@pytest.mark.storages("memory")
+async def test_stored_traceback_of_a_long_message_keeps_its_frames(app: App) -> None:
+    @app.task(name="t", max_retries=0)
+    async def fails() -> None:
+        try:
+            raise KeyError("the cause " + "y" * 20_000)
+        except KeyError as error:
+            raise ValueError("INSERT " + "x" * 40_000) from error
+
+    async with app.worker():
+        with pytest.raises(JobFailed) as raised:
+            await fails.using(wait=10).call()
+    trace = raised.value.error.traceback
+    assert trace.count("in fails") == 2
+    assert "KeyError: 'the cause yyy" in trace
+    assert "ValueError: INSERT xxx" in trace
+
+
 @pytest.mark.parametrize(
     "error",
     [

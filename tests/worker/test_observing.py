@@ -52,6 +52,10 @@ async def test_json_log_has_one_object_per_line_and_one_line_per_job_event(scene
     assert [line["message"] for line in own].count("plain is at work") == 1
     assert {line["level"] for line in own} == {"info", "warning"}
     assert any("two\nlines" in line["message"] for line in own)
+    assert {(line["queue"], line["id"]) for line in own} == {("secret", "plain"), ("secret", "again")}
+    raised = [line for line in lines if "traceback" in line]
+    assert [(line["id"], line["attempt"], line["level"]) for line in raised] == [("again", 1, "warning")]
+    assert "in secret\n" in raised[0]["traceback"]
     assert SECRET not in worker.text()
 
 
@@ -72,7 +76,12 @@ async def test_text_log_has_one_line_per_job_event(scene: Scene) -> None:
         assert len(re.findall(rf"\b{kind} '?{id}'? of {queue}, attempt {attempt}, \d+\.\d+ s", text)) == 1, (id, kind)
     assert text.count("plain is at work") == 1
     handlers_own = ("lines, and", "lines is at work")  # It may say what it wants, in as many lines.
-    ours = [line for line in text.splitlines() if not line.startswith(handlers_own)]
+    before, shown, after = text.partition("Traceback (most recent call last):\n")
+    assert re.search(r"WARNING again of secret raised, attempt 1: it runs again\n$", before)
+    shown, end, after = after.partition("ValueError: no luck\nat all\n")
+    assert end
+    assert "in secret\n" in shown
+    ours = [line for line in (before + after).splitlines() if not line.startswith(handlers_own)]
     assert [line for line in ours if not LINE.match(line)] == []
     assert SECRET not in text
 

@@ -9,6 +9,7 @@ import concurrent.futures.thread
 import traceback
 from collections.abc import Iterator
 from datetime import datetime
+from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,8 @@ MAX_MESSAGE = 4_096
 """Maximum number of characters of a stored message; the rest at its end is cut off."""
 MAX_TRACEBACK = 16_384
 """Maximum number of characters of a stored traceback; the rest at its beginning is cut off."""
+MAX_TRACEBACK_PART = 2_048
+"""Maximum number of characters of one frame or message in a stored traceback, so that a message displaces no frame."""
 MAX_FOLLOW_UP_BYTES = 524_288
 """Maximum size of a payload in the job of a fail handler, which reads a larger one from the failed record."""
 
@@ -68,9 +71,21 @@ def _traceback(error: BaseException) -> str:
         shown = traceback.TracebackException.from_exception(error)
         for part in _parts(shown):
             part.stack = traceback.StackSummary.from_list([f for f in part.stack if f.filename not in _hidden_files])
-        return "".join(shown.format())
+        return "".join(map(_cut, shown.format()))
     except Exception:
         return "(formatting the traceback raised)"
+
+
+def _cut(part: str) -> str:
+    return part if len(part) <= MAX_TRACEBACK_PART else f"{part[: MAX_TRACEBACK_PART - 2]}…\n"
+
+
+def visible_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an exception without its first frames that are the same for every run."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename in _hidden_files:
+        shown = shown.tb_next
+    return shown or error.__traceback__
 
 
 def _parts(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

@@ -19,11 +19,12 @@ from msgspec.structs import replace
 from holdfast._core import failure
 from holdfast._core.arguments import Arguments, UnknownParameter, is_async
 from holdfast._core.codec import Codecs
-from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr
+from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr, visible_traceback
 from holdfast._core.jobs import Complete, Fail, Job
 from holdfast._core.options import Seconds, to_ms
 from holdfast._core.retry_policy import Ended, QueueConfig, Raised, Returned, Stopped, StopReason, TimedOut, verdict
-from holdfast._worker.telemetry import awaited, log_error
+from holdfast._core.text import escape_control
+from holdfast._worker.telemetry import awaited, jobs_log, log_error
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 
 log = logging.getLogger("holdfast")
@@ -213,10 +214,12 @@ async def perform(
     started = asyncio.get_running_loop().time()
     arguments: Any = None
     value: Any = None
+    started_call = False
     try:
         arguments = handler.read(job)
         if isinstance(arguments, Failure) and arguments.payload is LEFT_IN_RECORD:
             arguments = await _with_payload(arguments, handler, hooks)
+        started_call = True
         value = await _call(handler, arguments, current, hooks.middleware, threads)
         ended: Ended = _returned(handler, value)
     except asyncio.CancelledError:
@@ -225,6 +228,7 @@ async def perform(
         raise
     except BaseException as error:  # SystemExit, too: a handler does not end its worker.
         ended = _raised(error, current)
+        _log_exception(error, ended, job, handler, called=started_call)
     if hooks.after and isinstance(ended, Returned | Raised | TimedOut):
         stored = None if isinstance(ended, Returned) else ended.error
         execution = Execution(
@@ -327,6 +331,22 @@ def _raised(error: BaseException, current: CurrentJob) -> Ended:
     except OptionError as wrong:
         return Raised(replace(stored, message=f"{stored.message} (and {wrong})"[: failure.MAX_MESSAGE]))
     return Raised(stored, delay_ms, run_at)
+
+
+def _log_exception(error: BaseException, ended: Ended, job: Job, handler: Handler, *, called: bool) -> None:
+    """Log an exception of a run where it was raised: a warning if the job runs again, else an error. A `Retry` is not
+    logged, because the handler asked for it. If the handler was not `called`, no traceback says more than the error."""
+    if not isinstance(ended, Raised) or isinstance(error, Retry):
+        return
+    fails = isinstance(verdict(job, ended, handler.config.policy, random.Random(0)), Fail)
+    jobs_log.log(
+        logging.ERROR if fails else logging.WARNING,
+        "%s of %s %s, attempt %d: %s",
+        *(escape_control(job.id), handler.queue, "raised" if called else "cannot be run", job.attempts),
+        f"{'the job fails' if fails else 'it runs again'}{'' if called else f' ({escape_control(str(error))})'}",
+        exc_info=(type(error), error, visible_traceback(error)) if called else None,
+        extra={"facts": {"queue": handler.queue, "id": job.id, "attempt": job.attempts}},
+    )
 
 
 async def _after(

@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,7 +38,6 @@ MAX_HOOK_CALLS = 10_000
 """Most events and errors that wait for hooks. When more come, the oldest are dropped: hooks get hints."""
 DROPPED_LOG_S = 5.0
 """Shortest time between two log lines about dropped events and errors."""
-FORMATS = ("text", "json")
 KINDS: dict[Any, EventKind] = {
     Complete: EventKind.COMPLETED,
     Fail: EventKind.FAILED,
@@ -177,6 +175,8 @@ def log_event(event: RunEvent, worker: str) -> None:
     if event.error is not None:
         facts |= {"error": event.error.type, "kind": event.error.kind}
         error = f": {escape_control(str(event.error))[:300]}"
+        if event.error.kind == "timeout":  # No exception was logged with its traceback.
+            facts["traceback"] = event.error.traceback
     jobs_log.log(
         logging.WARNING if event.kind in (EventKind.FAILED, EventKind.STALLED, EventKind.TIMED_OUT) else logging.INFO,
         "%s %s of %s, attempt %d, %.3f s%s",
@@ -203,40 +203,3 @@ def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
         "used": capacity.used,
         "running": capacity.runs,
     }
-
-
-# Logging of `holdfast worker` and of child processes: ids and durations, no payloads
-
-
-class Logs(msgspec.Struct, frozen=True):
-    """Log settings of a process. Without them Holdfast does not configure logging."""
-
-    format: str
-    level: str
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object per line: `at`, `level`, `logger`, `message`, and the facts of a job or a worker."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "at": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "facts", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        try:
-            return msgspec.json.encode(line, enc_hook=str).decode()
-        except UnicodeEncodeError:  # A surrogate, from an id that is not text.
-            return msgspec.json.encode({key: escape_control(str(value)) for key, value in line.items()}).decode()
-
-
-def set_up_logging(logs: Logs) -> None:
-    """Write the log of this process to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
-    handler.setFormatter(JsonLines() if logs.format == "json" else text)
-    logging.basicConfig(level=logs.level.upper(), handlers=[handler])

@@ -16,8 +16,9 @@ import click
 from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
 from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, check_shared
 from holdfast._worker.app_loader import import_app, parse_target
+from holdfast._worker.logs import FORMATS, Logs, set_up_logging
 from holdfast._worker.processes.pool import Pool, PoolSettings
-from holdfast._worker.telemetry import FORMATS, HookDispatcher, Logs, default_worker_name, set_up_logging
+from holdfast._worker.telemetry import HookDispatcher, default_worker_name
 from holdfast._worker.worker import Worker, WorkerSettings
 from holdfast.cli.common import Number
 from holdfast.cli.settings import look_here, settings

@@ -25,10 +25,11 @@ from holdfast import errors
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
 from holdfast._worker.app_loader import RunnableApp, app_parts, import_app
 from holdfast._worker.handler import Runner
+from holdfast._worker.logs import set_up_logging
 from holdfast._worker.processes import messages
 from holdfast._worker.processes.messages import Begin, ChildChannel, Finished, ToChild
 from holdfast._worker.processes.os_process import LoopProbe, attach_probe, is_child_of, memory
-from holdfast._worker.telemetry import HookDispatcher, set_up_logging
+from holdfast._worker.telemetry import HookDispatcher
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
 

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, StopReason
-from holdfast._worker.telemetry import Logs, RunEvent
+from holdfast._worker.logs import Logs
+from holdfast._worker.telemetry import RunEvent
 
 MAX_FRAME_BYTES = 1 << 26
 """Largest frame, 64 MiB, unless the storage allows payloads that need more: see `frame_limit`."""

@@ -17,9 +17,10 @@ import msgspec
 
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason
 from holdfast._worker.executor import Executor, Run, wait_until
+from holdfast._worker.logs import Logs
 from holdfast._worker.processes.child_handle import ChildHandle, ChildState
 from holdfast._worker.processes.messages import Begin, Happened, Hello, HookError, without_odd_id
-from holdfast._worker.telemetry import HookBacklog, Logs, RunEvent, log_error
+from holdfast._worker.telemetry import HookBacklog, RunEvent, log_error
 from holdfast.errors import HoldfastError
 from holdfast.version import VERSION
 
