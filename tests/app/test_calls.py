@@ -552,7 +552,7 @@ async def test_a_wait_that_ends_leaves_the_job_alone(app: Holdfast[Any], gate: G
     async with app.worker():
         await until(lambda: gate.started)
         began = time.monotonic()
-        with pytest.raises(WaitTimeout, match=r"did not end within 0\.2 s; it continues") as raised:
+        with pytest.raises(WaitTimeout, match=r"within 0\.2 s and is not cancelled: 1 live worker serves") as raised:
             await handle.result(wait=0.2)
         assert 0.19 <= time.monotonic() - began < 2
         assert isinstance(raised.value, TimeoutError)
@@ -562,6 +562,15 @@ async def test_a_wait_that_ends_leaves_the_job_alone(app: Holdfast[Any], gate: G
         gate.opened.set()
         assert await handle.result() == "at last"
     assert len(gate.started) == 2
+
+
+async def test_timeout_names_the_storage_that_no_worker_serves(app: Holdfast[Any]) -> None:
+    handle = await app.queue("unserved").enqueue(1)
+    with pytest.raises(WaitTimeout, match="no live worker serves the queue on ") as raised:
+        await handle.result(wait=0.05)
+    assert app.storage.place in str(raised.value)
+    with pytest.raises(WaitTimeout, match=r"is not cancelled$"):
+        await handle.result(wait=0)
 
 
 async def test_wait_of_zero_reads_once(app: Holdfast[Any]) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,19 @@ class WorkerProcess:
     """`holdfast worker …`, running."""
 
     def __init__(
-        self, scene: Scene, target: str, *options: str, url: str | None = None, cwd: Path | None = None
+        self,
+        scene: Scene,
+        target: str,
+        *options: str,
+        url: str | None = None,
+        cwd: Path | None = None,
+        command: Sequence[str] = ("holdfast", "worker"),
     ) -> None:
         self.log = scene.folder / f"worker-{len(scene.workers)}.log"
         self._out = self.log.open("wb")
         environment = {**os.environ, **scene.environment, **({"HOLDFAST_URL": url} if url else {})}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", "worker", target, *options],
+            [sys.executable, "-m", *command, target, *options],
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=self._out,

@@ -34,10 +34,39 @@ async def test_sigterm_to_the_whole_process_tree_loses_no_job(scene: Scene) -> N
     await assert_load_survives(scene, lambda worker: [*worker.children(), worker.pid])
 
 
-async def assert_load_survives(scene: Scene, told: Callable[[WorkerProcess], list[int]]) -> None:
+@pytest.mark.storages("sqlite")
+async def test_sigterm_to_a_program_with_run_worker_loses_no_job(scene: Scene) -> None:
+    await assert_load_survives(scene, lambda worker: [worker.pid], command=("tests.worker.managed",))
+
+
+@pytest.mark.storages("sqlite")
+async def test_signals_of_a_program_with_run_worker(scene: Scene) -> None:
+    """SIGHUP loads the code again in children; a second SIGTERM ends the grace. Inline, SIGHUP stops the worker."""
+    worker = await scene.worker("held:app", "--processes", "1", "--grace", "60", command=("tests.worker.managed",))
+    assert len(await scene.noted("imported")) == 2  # The program and its child.
+    worker.signal(signal.SIGHUP)
+    await scene.noted("imported", 3)
+    await until(lambda: "reloaded the code" in worker.text())
+    await scene.app.queue("hold").enqueue({"gate": "never"}, id="hold")
+    await scene.noted("began")
+    for count in (1, 2):
+        worker.signal(signal.SIGTERM)
+        await until(lambda: worker.text().count("stopping the worker") == count)  # noqa: B023
+    assert await timed(worker.exited) < 1 + NOISE_S
+    assert worker.process.returncode == 0
+    assert (await kept(scene, "hold", "hold")).state == "waiting"
+    inline = await scene.worker("held:app", children=0, command=("tests.worker.managed",))
+    inline.signal(signal.SIGHUP)
+    assert await inline.exited() == 0
+
+
+async def assert_load_survives(
+    scene: Scene, told: Callable[[WorkerProcess], list[int]], command: tuple[str, ...] = ("holdfast", "worker")
+) -> None:
     """Two children with more than they can take: some of it ends in time, some never, some does not stop."""
     grace_s = 1.5
-    worker = await scene.worker("held:app", "--processes", "2", "--grace", f"{grace_s}", children=2)
+    options = ("--processes", "2", "--grace", f"{grace_s}")
+    worker = await scene.worker("held:app", *options, children=2, command=command)
     jobs = [
         *(("hold", f"soon-{n}", {"gate": "soon"}) for n in range(10)),
         *(("hold", f"late-{n}", {"gate": "late"}) for n in range(10)),

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypedDict, Unpack, cast, overload
 
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
@@ -28,6 +28,7 @@ from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
 from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
 from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.signals import serve_until_signal
 from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_name
 from holdfast._worker.worker import Worker, WorkerSettings, choose
 from holdfast.errors import OptionError
@@ -55,12 +56,27 @@ CALLS_AT_ONCE = 4
 """Concurrent enqueue calls per queue in `enqueue_many`: the next batch is encoded while another one runs."""
 
 
+class WorkerOptions(TypedDict, total=False):
+    """Options of `app.run_worker`: the keywords of `app.worker`."""
+
+    processes: int | None
+    concurrency: int | None
+    name: str | None
+    lease: Seconds
+    grace: Seconds
+    drain_grace: Seconds
+    max_jobs: int | None
+    max_memory: int | None
+    burst: bool
+
+
 class Holdfast(RunnableApp, Generic[T]):
     """A storage and a set of tasks.
 
-    `url` defaults to HOLDFAST_URL, else to `sqlite:///holdfast.db`: see `holdfast.storage.connect`. `namespace`, a part
-    of the storage, defaults to HOLDFAST_NAMESPACE, else to `hf`. Each child process, or an inline worker, enters
-    the context manager `lifespan` once; handlers read the object that it yields as `app.resources`.
+    `url` defaults to HOLDFAST_URL, else to `url` under [tool.holdfast] in the nearest pyproject.toml, else to
+    `sqlite:///holdfast.db`: see `holdfast.storage.connect`. `namespace`, a part of the storage, defaults to
+    HOLDFAST_NAMESPACE, pyproject.toml, `hf`. Each child process, or an inline worker, enters the context manager
+    `lifespan` once; handlers read the object that it yields as `app.resources`.
 
     >>> app = Holdfast("memory://")
     >>> @app.task
@@ -303,6 +319,14 @@ class Holdfast(RunnableApp, Generic[T]):
         )
         return Worker(pool, self._opened, settings, HookDispatcher(self._on_event, self._around.report_error))
 
+    def run_worker(self, queues: str | Iterable[str] | None = None, **options: Unpack[WorkerOptions]) -> None:
+        """Run a worker until a signal stops it: the whole of a management command. The options are those of `worker`.
+
+        SIGTERM or SIGINT stops it: runs have `grace` to finish. A second one gives them about one second. SIGHUP loads
+        the code of child processes again. Call this on the main thread, where no event loop runs.
+        """
+        asyncio.run(serve_until_signal(self.worker(queues, **options)))
+
     def _parts(self) -> AppParts:
         return AppParts(
             handlers=self._served(None),
@@ -310,6 +334,7 @@ class Holdfast(RunnableApp, Generic[T]):
             on_event=self._on_event,
             lifespan=self._lifespan,
             url=self._session.url,
+            on_default=self._session.on_default,
             namespace=self._session.namespace,
             max_payload=self._session.max_payload,
             open_lazily=self._open_lazily,

@@ -296,8 +296,7 @@ class Queue:
                     raise StorageUnavailable(queue.problem)
                 counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
                 return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
-        served = [(worker.worker, worker.facts.get("queues")) for worker in snapshot.workers]
-        return Stats(workers=[name for name, queues in served if isinstance(queues, list) and self.name in queues])
+        return Stats(workers=snapshot.workers_of(self.name))
 
     async def pause(self, *, reason: str = "") -> None:
         """Let no worker and no `lease` take jobs of this queue, until `resume`. Running jobs continue."""

@@ -7,17 +7,14 @@ their own loop and connection (sync.py).
 from __future__ import annotations
 
 import asyncio
-import os
 from weakref import WeakKeyDictionary
 
+from holdfast._client.settings import find_settings, warn_of_default
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
 from holdfast.errors import NotOpen, OptionError
 from holdfast.storage import Storage, connect
-from holdfast.storage.urls import DEFAULT_URL, redact
-
-URL_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_URL", "HOLDFAST_NAMESPACE"
-DEFAULT_NAMESPACE = "hf"
+from holdfast.storage.urls import redact
 
 
 def check_shared(url: str | None) -> None:
@@ -44,18 +41,22 @@ class Session:
         if storage is not None and url is not None:
             raise OptionError("url and storage are mutually exclusive: pass only one")
         self.codecs = Codecs(codec)
-        self.namespace = os.environ.get(NAMESPACE_VARIABLE) or DEFAULT_NAMESPACE if namespace is None else namespace
+        settings = find_settings(url, namespace)
+        self.namespace = settings.namespace
         self.max_payload = max_payload
-        resolved_url = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        self.url = resolved_url if storage is None and clock is None else None
+        self.url = settings.url if storage is None and clock is None else None
         """None if the app was created with a storage or a clock object, which another process cannot share."""
+        self.on_default = settings.is_default and self.url is not None
+        """Whether nothing chose the URL."""
         if storage is None:
             try:
-                storage = connect(resolved_url, namespace=self.namespace, clock=clock, max_payload=max_payload)
+                storage = connect(settings.url, namespace=self.namespace, clock=clock, max_payload=max_payload)
             except OptionError as error:
-                if url is None and URL_VARIABLE in os.environ:
-                    raise OptionError(f"{URL_VARIABLE}: {error}") from None
+                if settings.source:
+                    raise OptionError(f"{settings.source}: {error}") from None
                 raise
+        self._warns = self.on_default
+        """Whether the next opening of the storage logs that nothing chose it."""
         self._storage = storage
         """The storage of the app: open on `_loop`, or closed."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,6 +105,7 @@ class Session:
         async with self._lock(loop):
             if self._loop is None:
                 await self._storage.__aenter__()
+                self._warn_once()
                 self._open[loop] = self._storage
                 self._loop = loop
             self._users += 1
@@ -121,8 +123,9 @@ class Session:
                 await storage.__aexit__(None, None, None)
 
     def open_lazily(self) -> None:
-        """Open the storage at its first use, not at `async with app`."""
+        """Open the storage at its first use, not at `async with app`. For child processes, whose worker warns."""
         assert self._loop is None
+        self._warns = False
         self._storage.lazy = True
 
     def rehearse(self, storage: Storage | None) -> None:
@@ -142,6 +145,7 @@ class Session:
             if loop not in self._open:
                 storage = self._storage.clone()
                 await storage.__aenter__()
+                self._warn_once()
                 self._open[loop] = storage
 
     async def close_for_blocking_calls(self) -> None:
@@ -149,6 +153,11 @@ class Session:
         storage = self._open.pop(asyncio.get_running_loop(), None)
         if storage is not None:
             await storage.__aexit__(None, None, None)
+
+    def _warn_once(self) -> None:
+        if self._warns and self.url is not None:
+            warn_of_default(self.url)
+        self._warns = False
 
     def _lock(self, loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
         """Return the lock that is held while a storage is opened or closed on a loop."""

@@ -145,9 +145,8 @@ class _Waiter:
                 raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
             left = math.inf if self._deadline is None else self._deadline - loop.time()
             if left <= 0:
-                error = self._storage_error
-                reason = "" if error is None else f" (the storage could not be reached: {error})"
-                raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s; it continues{reason}")
+                why = await self._why_not()
+                raise WaitTimeout(f"{self} did not end within {self._wait_s:g} s and is not cancelled{why}")
             if self._wait_s is None and loop.time() >= self._asked_at + ASK_AGAIN_S:
                 try:
                     await self.ask_to_keep()
@@ -156,6 +155,22 @@ class _Waiter:
             pause = min(POLL_INTERVAL_S, left)
             hint = await (asyncio.sleep(pause, None) if self._events is None else self._events.within(pause))
             poll = True
+
+    async def _why_not(self) -> str:
+        """Say whether a worker serves the queue, unless the wait was a single poll, which callers repeat."""
+        if self._storage_error is not None:
+            return f": the storage could not be reached ({self._storage_error})"
+        if self._wait_s == 0:
+            return ""
+        try:
+            async with self.in_time():
+                workers = (await self._storage.snapshot()).workers_of(self._queue)
+        except (StorageUnavailable, TimeoutError):
+            return ""
+        if workers:
+            return f": {len(workers)} live worker{'s serve' if len(workers) > 1 else ' serves'} the queue"
+        where = self._storage.place
+        return f": no live worker serves the queue on {where}. Start one, or check that it uses the same storage"
 
     async def _poll(self, generation: int) -> Outcome | Answer | None:
         """Read the answer of the record; None if the storage cannot be reached, which does not end the wait."""

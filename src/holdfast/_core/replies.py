@@ -136,6 +136,14 @@ class Snapshot(Value, frozen=True):
     queues: list[QueueStats]
     workers: list[WorkerInfo]
 
+    def workers_of(self, queue: str) -> list[str]:
+        """Names of the live workers that serve a queue, which need not exist yet."""
+        for stats in self.queues:
+            if stats.queue == queue:
+                return stats.workers
+        served = ((worker.worker, worker.facts.get("queues")) for worker in self.workers)
+        return [name for name, queues in served if isinstance(queues, list) and queue in queues]
+
 
 class StorageInfo(Value, frozen=True):
     """Description of a storage for operators."""

@@ -29,6 +29,8 @@ class AppParts(NamedTuple):
     lifespan: Callable[[], AbstractAsyncContextManager[object]] | None
     url: str | None
     """URL of the storage; None if the app was given an open storage instead."""
+    on_default: bool
+    """Nothing chose the URL."""
     namespace: str
     max_payload: int | None
     open_lazily: Callable[[], AbstractAsyncContextManager[object]]

@@ -98,6 +98,8 @@ class Executor(ABC):
     """Units of one host."""
     kill_allowance_s: float = 0.0
     """How much longer than its `cancel_grace` a run may take to end."""
+    can_reload: ClassVar[bool] = False
+    """Whether `reload` loads the code of the app again."""
 
     def __init__(self) -> None:
         self._context: WorkerContext
@@ -120,6 +122,10 @@ class Executor(ABC):
         """End everything that the executor has started."""
         if self._next_timeout is not None:  # Until its time the loop would keep the worker and its storage in memory.
             self._next_timeout.cancel()
+
+    async def reload(self) -> bool:
+        """Load the code of the app again. Returns False if that is not possible, or the new code does not load."""
+        return False
 
     @property
     @abstractmethod

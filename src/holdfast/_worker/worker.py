@@ -86,7 +86,7 @@ class Worker:
         self._main: asyncio.Task[None] | None = None
         self._entered = False
         if executor.configs:
-            self.reload_tasks()
+            self._serve_configured()
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class Worker:
             await context.executor.open(context)
             self._stack.push_async_callback(context.executor.close)
             context.storage = await self._stack.enter_async_context(self._open_storage())
-            self.reload_tasks()
+            self._serve_configured()
         except BaseException:
             await self._stack.aclose()
             raise
@@ -176,7 +176,20 @@ class Worker:
 
     # Queues
 
-    def reload_tasks(self) -> None:
+    @property
+    def can_reload(self) -> bool:
+        """Whether `reload` loads the code again: only child processes can."""
+        return self._context.executor.can_reload
+
+    async def reload(self) -> bool:
+        """Replace the child processes one by one, so that they load the code again, and serve the tasks of the new
+        code. Returns False, and keeps the old code, if the new code does not load or there are no child processes."""
+        if not await self._context.executor.reload():
+            return False
+        self._serve_configured()
+        return True
+
+    def _serve_configured(self) -> None:
         """Serve the queues that the executor runs now, with their present settings: at the start, and after the code
         was loaded again. Queues that it does not run any more are left, even if none remains."""
         context, capacity, before = self._context, self._context.claimer.capacity, self._context.configs

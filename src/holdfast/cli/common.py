@@ -13,8 +13,9 @@ from typing import Any
 import click
 import msgspec
 
+from holdfast._client.app import Holdfast
+from holdfast._client.settings import find_settings
 from holdfast.cli.output import NO, end
-from holdfast.cli.settings import settings
 from holdfast.errors import OptionError
 
 
@@ -33,8 +34,12 @@ def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Cal
     @click.option("--namespace", metavar="NAME", help="Namespace within the storage.  [default: hf]")
     @wraps(command)
     def run(*args: Any, url: str | None, namespace: str | None, **kwargs: Any) -> None:
-        chosen = settings(url, namespace)
-        app = chosen.open()
+        if url == "":
+            raise OptionError("--url is empty: check whether the shell variable is set")
+        chosen = find_settings(url, namespace or None)
+        if chosen.url.startswith("memory:"):
+            raise OptionError("memory:// is lost when this command ends: use sqlite:///… or the URL of a server")
+        app: Holdfast[None] = Holdfast(url, namespace=namespace or None)
         if not creates and (missing := chosen.missing_file()) is not None:
             end(NO, f"there is no {missing}: nothing was enqueued there yet. Check the folder, or pass --url")
 
@@ -79,3 +84,9 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
         raise OptionError(
             f"the payload is not JSON ({error}): quote it for the shell, or use --text for text, --raw for bytes"
         ) from None
+
+
+def look_here() -> None:
+    """Put the current folder on the import path, as `python -m` does."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

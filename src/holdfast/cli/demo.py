@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from holdfast._client.app import Holdfast
-from holdfast._client.session import URL_VARIABLE
+from holdfast._client.settings import URL_VARIABLE
 from holdfast._core.jobs import State
 from holdfast.cli.output import NO, end
 from holdfast.errors import HoldfastError, JobFailed

@@ -8,12 +8,12 @@ import time
 import click
 
 from holdfast._client.app import Holdfast
+from holdfast._client.settings import find_settings
 from holdfast._core.clock import SystemClock
 from holdfast._core.replies import Snapshot, StorageInfo
 from holdfast._worker.app_loader import app_parts, import_app
-from holdfast.cli.common import with_present_app
+from holdfast.cli.common import look_here, with_present_app
 from holdfast.cli.output import NO, as_json, end, format_count, say, say_json
-from holdfast.cli.settings import look_here, settings
 
 SKEW_WARN_S = 1.0
 LATENCY_WARN_MS = 50.0
@@ -35,7 +35,7 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
     latency_ms = await _latency_ms(app)
     skew_s = (about.now - SystemClock().now_us()) / 1e6
     snapshot = await app.stats()
-    tasks = _tasks(target or settings(None, None).app)
+    tasks = _tasks(target or find_settings().app)
     warnings = [
         *about.warnings,
         *_slow_or_skewed(latency_ms, skew_s),

@@ -77,8 +77,7 @@ async def call(
         value = read_payload(payload, text=text, raw=raw)
         say_json(await app.queue(queue).call(value, wait=wait, **given(options)))
     except WaitTimeout as error:
-        served = (await app.queue(queue).stats()).workers
-        end(TIME_IS_UP, str(error) if served else f"{error}; no worker serves {queue}: start one")
+        end(TIME_IS_UP, str(error))
     except (DuplicateJob, JobFailed, JobCancelled, JobForgotten) as error:
         end(NO, str(error))
 

@@ -74,7 +74,7 @@ def plain(value: object) -> object:
 
 def where(app: Holdfast[Any]) -> str:
     """The full name of the storage, printed so that the user notices a wrong one."""
-    return repr(app.storage).strip("<>").partition(" ")[2]
+    return app.storage.place
 
 
 def end(status: int, why: str = "") -> NoReturn:

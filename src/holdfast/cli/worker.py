@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
-import signal
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 
 import click
 
 from holdfast._client.app import MAX_LEASE_MS, MAX_PROCESSES, MIN_LEASE_MS, Holdfast
-from holdfast._client.session import NAMESPACE_VARIABLE, URL_VARIABLE, check_shared
-from holdfast._worker.app_loader import import_app, parse_target
+from holdfast._client.session import check_shared
+from holdfast._client.settings import NAMESPACE_VARIABLE, URL_VARIABLE, warn_of_default
+from holdfast._worker.app_loader import app_parts, import_app, parse_target
 from holdfast._worker.logs import FORMATS, Logs, set_up_logging
 from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.signals import serve_until_signal
 from holdfast._worker.telemetry import HookDispatcher, default_worker_name
 from holdfast._worker.worker import Worker, WorkerSettings
-from holdfast.cli.common import Number
-from holdfast.cli.settings import look_here, settings
-from holdfast.errors import HoldfastError
+from holdfast.cli.common import Number, look_here
+from holdfast.errors import OptionError
 from holdfast.storage import Storage, connect
 from holdfast.storage.validation import check_worker
 
 MAX_GRACE_S = 86_400.0
-
-log = logging.getLogger("holdfast.worker")
 
 
 class Size(click.ParamType[int]):
@@ -82,6 +79,8 @@ class Size(click.ParamType[int]):
 @click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after this number of jobs.")
 @click.option("--max-memory", type=Size(), help="Replace a child that uses more memory than this, for example 500M.")
 @click.option("--burst", is_flag=True, help="Exit when no job is due.")
+@click.option("--url", metavar="URL", help="URL of the storage, for an app that is created without one.")
+@click.option("--namespace", metavar="NAME", help="Namespace, for an app that is created without one.")
 @click.option(
     "--log-format",
     type=click.Choice(FORMATS),
@@ -109,13 +108,16 @@ def worker(
     max_jobs: int | None,
     max_memory: int | None,
     burst: bool,
+    url: str | None,
+    namespace: str | None,
     log_format: str,
     log_level: str,
 ) -> None:
     """Run the jobs of an app, in child processes.
 
     MODULE:APP names the app: shop.tasks:app is `app` in shop/tasks.py. MODULE is enough if it has only one app. The
-    storage is that of the app: Holdfast(url), or HOLDFAST_URL.
+    storage is that of the app: Holdfast(url), else --url, HOLDFAST_URL, [tool.holdfast] in pyproject.toml, or the
+    default.
 
     \b
     Examples:
@@ -146,12 +148,15 @@ def worker(
     logs = Logs(log_format, log_level)
     set_up_logging(logs)
     look_here()
-    _lend_settings()
+    chosen = {URL_VARIABLE: url, NAMESPACE_VARIABLE: namespace}
+    _give_to_app(chosen)
     patterns = list(queues) or None
     if inline:
         app = import_app(target, Holdfast)
+        parts = app_parts(app)
+        _check_app_uses(chosen, parts.url, parts.namespace)
         made = app.worker(patterns, concurrency=concurrency, name=name, lease=lease, grace=grace, burst=burst)
-        asyncio.run(_serve(made, None))
+        asyncio.run(serve_until_signal(made))
         return
     pool = Pool(
         PoolSettings(
@@ -176,69 +181,36 @@ def worker(
 
     async def main() -> None:
         hooks = HookDispatcher((), pool.report_error)
-        made = Worker(pool, lambda: _storage_of(pool), worker_settings, hooks)
-        await _serve(made, pool)
+        made = Worker(pool, lambda: _storage_of(pool, chosen), worker_settings, hooks)
+        await serve_until_signal(made)
 
     asyncio.run(main())
 
 
-def _lend_settings() -> None:
-    """Give an app without a URL the settings of the command line."""
-    found = settings(None, None)
-    os.environ.setdefault(URL_VARIABLE, found.url)
-    os.environ.setdefault(NAMESPACE_VARIABLE, found.namespace)
+def _give_to_app(chosen: Mapping[str, str | None]) -> None:
+    """Put what the command line chose, and nothing else, into the environment, which an app without a URL reads."""
+    if chosen[URL_VARIABLE] == "":
+        raise OptionError("--url is empty: check whether the shell variable is set")
+    os.environ.update({name: value for name, value in chosen.items() if value is not None})
+
+
+def _check_app_uses(chosen: Mapping[str, str | None], url: str | None, namespace: str) -> None:
+    """Refuse an option that the app does not follow, because its code names another storage."""
+    uses = {URL_VARIABLE: url, NAMESPACE_VARIABLE: namespace}
+    for name, value in chosen.items():
+        if value is not None and value != uses[name]:
+            option = name.removeprefix("HOLDFAST_").lower()
+            raise OptionError(f"the code of the app passes another {option}: remove --{option}, or remove it there")
 
 
 @asynccontextmanager
-async def _storage_of(pool: Pool) -> AsyncGenerator[Storage]:
+async def _storage_of(pool: Pool, chosen: Mapping[str, str | None]) -> AsyncGenerator[Storage]:
     """Open the storage that the app reports. This process imports no user code."""
     hello = pool.hello
+    _check_app_uses(chosen, hello.url, hello.namespace)
     check_shared(hello.url)
     assert hello.url is not None
     async with connect(hello.url, namespace=hello.namespace, max_payload=hello.max_payload) as storage:
+        if hello.on_default:
+            warn_of_default(hello.url)
         yield storage
-
-
-async def _serve(made: Worker, pool: Pool | None) -> None:
-    """Run a worker until it ends, and handle signals."""
-    loop = asyncio.get_running_loop()
-    running = asyncio.create_task(made.run())
-    signals = 0
-
-    def stop(number: signal.Signals) -> None:
-        nonlocal signals
-        signals += 1
-        log.info("%s: stopping the worker%s", number.name, "" if signals == 1 else " at once")
-        made.stop(quick=signals > 1)
-        if not made.started:
-            running.cancel()
-
-    stops = (signal.SIGTERM, signal.SIGINT) if pool is not None else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for number in stops:
-        loop.add_signal_handler(number, stop, number)
-    reload_asked = asyncio.Event()
-    reloading: asyncio.Task[None] | None = None
-    if pool is not None:
-        loop.add_signal_handler(signal.SIGHUP, reload_asked.set)
-        reloading = asyncio.create_task(_reload_on_signal(made, pool, reload_asked))
-    try:
-        await running
-    except asyncio.CancelledError:
-        if made.started:
-            raise
-    finally:
-        if reloading is not None:
-            reloading.cancel()
-
-
-async def _reload_on_signal(made: Worker, pool: Pool, reload_asked: asyncio.Event) -> None:
-    while True:
-        await reload_asked.wait()
-        reload_asked.clear()
-        log.info("SIGHUP: reloading the code")
-        if await pool.reload():
-            try:
-                made.reload_tasks()
-            except HoldfastError as error:
-                log.error("the new code has no queues for this worker: %s", error)
-            log.info("reloaded the code: the worker serves %s", ", ".join(made.queues) or "nothing")

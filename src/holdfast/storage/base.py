@@ -43,6 +43,11 @@ class Storage(ABC):
         self._opening: asyncio.Lock | None = None
         """Lock for opening the storage on the first verb; None outside of the `async with` of a lazy storage."""
 
+    @property
+    def place(self) -> str:
+        """The file or server of the storage, without secrets: the part of its repr after the name of the class."""
+        return repr(self).strip("<>").partition(" ")[2]
+
     async def __aenter__(self) -> Self:
         if self.lazy:
             self.open_lazily()

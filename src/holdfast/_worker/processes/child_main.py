@@ -100,6 +100,7 @@ class ChildRuntime:
             hello = messages.Hello(
                 configs=[handler.config for handler in parts.handlers],
                 url=parts.url,
+                on_default=parts.on_default,
                 namespace=parts.namespace,
                 max_payload=parts.max_payload,
                 hooks=bool(parts.on_event),

@@ -86,6 +86,8 @@ class Hello(Message, frozen=True):
     configs: list[QueueConfig]
     url: str | None
     """URL of the storage; None if the app was given an open storage instead."""
+    on_default: bool
+    """Nothing chose the URL."""
     namespace: str
     max_payload: int | None
     hooks: bool

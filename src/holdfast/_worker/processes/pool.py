@@ -63,6 +63,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Pool(Executor):
     name = "processes"
     host_capacity = CAPACITY
+    can_reload = True
 
     def __init__(self, settings: PoolSettings) -> None:
         super().__init__()
