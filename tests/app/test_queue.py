@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from holdfast import (
     Holdfast,
     JobCancelled,
     JobFailed,
+    JobInfo,
     JobNotFound,
     KeepResult,
     OptionError,
@@ -29,6 +31,7 @@ from holdfast import (
     WaitTimeout,
     current_job,
 )
+from holdfast._core.jobs import FINISHED
 from tests.app.conftest import until
 
 AppMaker = Callable[..., Holdfast[Any]]
@@ -223,7 +226,52 @@ async def test_get_returns_worker_and_progress_of_a_running_job(app: Holdfast[An
         done = await queue.get("x")
         assert done is not None
         assert (done.state, done.result, done.payload) == (State.COMPLETED, "end", None)
-        assert (done.worker, done.progress, done.deferred, done.generation) == (None, None, False, second.generation)
+        assert (done.worker, done.progress, done.deferred) == ("the-worker", None, False)
+        assert done.generation == second.generation
+
+
+async def test_get_returns_when_a_run_started_and_ended(app: Holdfast[Any]) -> None:
+    go = asyncio.Event()
+
+    @app.task(name="q")
+    async def run(fails: bool) -> int:
+        await go.wait()
+        await asyncio.sleep(0.1)
+        if fails:
+            raise PermanentError("broken")
+        return 1
+
+    queue = app.queue("q")
+    for id, fails in (("a", False), ("b", True)):
+        go.clear()
+        began = datetime.now(UTC)
+        await run.using(id=id).enqueue(fails)
+        waiting = await _info(queue, id)
+        assert (waiting.started_at, waiting.finished_at, waiting.duration) == (None, None, None)
+        async with app.worker(name="the-worker"):
+            await until(partial(_is_in, queue, id, {State.RUNNING}))
+            running = await _info(queue, id)
+            assert running.started_at is not None
+            assert timedelta(0) <= running.started_at - began < timedelta(seconds=10)
+            assert (running.finished_at, running.duration) == (None, None)
+            go.set()
+            await until(partial(_is_in, queue, id, FINISHED))
+        ended = await _info(queue, id)
+        assert ended.finished_at is not None
+        assert ended.duration is not None
+        assert (ended.started_at, ended.worker) == (running.started_at, "the-worker")
+        assert ended.duration == pytest.approx((ended.finished_at - running.started_at).total_seconds())
+        assert 0.1 <= ended.duration < 10
+
+
+async def _info(queue: Queue, id: str) -> JobInfo:
+    info = await queue.get(id)
+    assert info is not None
+    return info
+
+
+async def _is_in(queue: Queue, id: str, states: Collection[State]) -> bool:
+    return (await _info(queue, id)).state in states
 
 
 async def _progress_is(queue: Queue, value: object) -> bool:

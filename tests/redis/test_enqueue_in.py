@@ -21,7 +21,7 @@ from holdfast._core.replies import Placed
 from holdfast.errors import OptionError
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import RedisStorage
-from holdfast.storage.redis.script import INJECTED_CLOCK, SOURCES, Library
+from holdfast.storage.redis.script import INJECTED_CLOCK, LAYOUT, SOURCES, Library
 from tests import servers
 from tests.redis.conftest import contents, key, namespace_of, opened
 from tests.servers import Server
@@ -149,13 +149,14 @@ async def test_a_replica_refuses_the_whole_transaction(server: Server, stage: St
 
 
 async def test_a_queue_of_a_newer_release_is_left_alone(stage: Stage, client: redis.Redis, note: str) -> None:
-    client.set(key(stage, "meta"), b"\xa3newer")
+    newer = bytes([160 + LAYOUT + 1]) + b"newer"
+    client.set(key(stage, "meta"), newer)
     pipeline = client.pipeline()
     pipeline.incr(note)
     stage.storage.enqueue_in(pipeline, "q", [request()])
-    with pytest.raises(ResponseError, match="HOLDFAST_LAYOUT 3"):
+    with pytest.raises(ResponseError, match=f"HOLDFAST_LAYOUT {LAYOUT + 1}"):
         pipeline.execute()
-    assert (client.get(key(stage, "meta")), client.exists(key(stage, "jobs"))) == (b"\xa3newer", 0)
+    assert (client.get(key(stage, "meta")), client.exists(key(stage, "jobs"))) == (newer, 0)
     assert client.get(note) == b"1"
     client.delete(key(stage, "meta"))
 

@@ -137,6 +137,10 @@ class RedisSaboteur:
         if field in ("generation", "arrival"):
             self.write(id, replace(job, **{field: stamp}))
             return
+        if field == "start of the last run":
+            assert job.outcome is not None
+            self.write(id, replace(job, outcome=replace(job.outcome, started_at=stamp)))
+            return
         assert job.run is not None
         if field == "fence":
             self.write(id, replace(job, run=replace(job.run, fence=stamp)))
@@ -214,12 +218,13 @@ def encode(job: Job, waiters: bytes = b"") -> tuple[bytes, bytes | None]:
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    codec = outcome.codec.encode()
+    worker, codec = outcome.worker.encode(), outcome.codec.encode()
     head = form._OUTCOME.pack(
-        *(form.STATES.index(outcome.state), outcome.generation, outcome.ended_at, outcome.forget_at, outcome.dedup_at),
-        *(len(codec), _size(outcome.result), _size(outcome.error)),
+        *(form.STATES.index(outcome.state), outcome.generation, outcome.started_at, outcome.ended_at),
+        *(outcome.forget_at, outcome.dedup_at),
+        *(len(worker), len(codec), _size(outcome.result), _size(outcome.error)),
     )
-    return head + codec + (outcome.result or b"") + (outcome.error or b"")
+    return head + worker + codec + (outcome.result or b"") + (outcome.error or b"")
 
 
 def encode_run(run: StoredLease) -> bytes:

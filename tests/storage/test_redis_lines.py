@@ -626,6 +626,7 @@ async def test_settle_and_extend_in_a_missing_queue_return_lost(stage: Stage) ->
 
 # Metadata
 
+MARKED = bytes([160 + LAYOUT])
 UNREADABLE: list[bytes] = [
     b"",
     b"\x00",
@@ -633,11 +634,11 @@ UNREADABLE: list[bytes] = [
     b"\x02",
     b"\xff",
     b"\x00" * 400,
-    b"\xa2",
-    b"\xa2noise",
-    b"\xa2" * 100,
-    b"\xa2" + b"\x00" * (TOTALS.size - 1),
-    b"\xa2" + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
+    MARKED,
+    MARKED + b"noise",
+    MARKED * 100,
+    MARKED + b"\x00" * (TOTALS.size - 1),
+    MARKED + b"\x00" * (TOTALS.size - 1) + b"\xff" + b"step" * 40,
 ]
 """The first byte has a mark and the layout's number: a later one is left alone."""
 

@@ -70,7 +70,7 @@ class Saboteur(Protocol):
         ...
 
     def restamp(self, id: str, field: str, stamp: int) -> None:
-        """Give a record a stamp in its generation, arrival, fence or next."""
+        """Give a record a stamp in its generation, arrival, fence, next or the start of its last run."""
         ...
 
     def end_while_running(self, id: str) -> None:
@@ -126,6 +126,9 @@ class MemorySaboteur:
         def changed(job: Job) -> Job:
             if field in ("generation", "arrival"):
                 return replace(job, **{field: stamp})
+            if field == "start of the last run":
+                assert job.outcome is not None
+                return replace(job, outcome=replace(job.outcome, started_at=stamp))
             assert job.run is not None
             if field == "fence":
                 return replace(job, run=replace(job.run, fence=stamp))
@@ -206,6 +209,8 @@ class SqliteSaboteur:
                 rest[0] = stamp
             elif field == "fence":
                 rest[8][1] = stamp
+            elif field == "start of the last run":
+                rest[9][8] = stamp
             else:
                 rest[8][6][0] = stamp
 
@@ -556,13 +561,15 @@ async def test_inconsistent_totals_are_corrected(stage: Stage, saboteur: Saboteu
     await runs_to_its_end(stage, "b")
 
 
-@pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next"])
+@pytest.mark.parametrize("field", ["generation", "arrival", "fence", "next", "start of the last run"])
 async def test_a_stamp_from_the_future_is_never_given_out_again(stage: Stage, saboteur: Saboteur, field: str) -> None:
     await stage.enqueue("a")
     if field in ("fence", "next"):
         await stage.claim_one()
     if field == "next":
         await stage.enqueue("a", b"newer", update=Update())
+    if field == "start of the last run":
+        await stage.complete(await stage.claim_one())
     future = stage.wall(3600)
     saboteur.restamp("a", field, future)
     assert kinds(await mend(stage, saboteur)) == {"stamp"}

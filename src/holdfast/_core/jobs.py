@@ -111,6 +111,10 @@ class Outcome(Value, frozen=True):
     result: bytes | None = None
     codec: CodecName = "json"
     error: bytes | None = None
+    started_at: At = 0
+    """Start of the run that ended the generation: its fence. 0 if no run ended it, as for a cancelled waiting job."""
+    worker: str = ""
+    """The worker of that run."""
 
 
 class Job(Value, frozen=True):
@@ -157,7 +161,13 @@ class Job(Value, frozen=True):
 
     @property
     def worker(self) -> str | None:
-        return None if self.run is None else self.run.worker
+        """The worker of the present run, or of the run that ended the job."""
+        return self.run.worker if self.run is not None else self.outcome.worker or None if self.outcome else None
+
+    @property
+    def started_at(self) -> int | None:
+        """Start of the present run, or of the run that ended the job. The fence of a lease is the time of its claim."""
+        return self.run.fence if self.run is not None else self.outcome.started_at or None if self.outcome else None
 
     @property
     def fence(self) -> int | None:

@@ -10,7 +10,7 @@ as the generation: a restart, a promotion, an update and a merge clear it.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -323,17 +323,23 @@ def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
     result, codec = settlement.result, settlement.codec
-    return Outcome(job.generation, State.COMPLETED, now, forget_at, dedup_at, result=result, codec=codec)
+    return _outcome_of(job, State.COMPLETED, now, forget_at, dedup_at=dedup_at, result=result, codec=codec)
 
 
 def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:
     forget_at = _forget_at(job, settlement.failure_ttl_ms, now)
-    return Outcome(job.generation, State.FAILED, now, forget_at, error=settlement.error)
+    return _outcome_of(job, State.FAILED, now, forget_at, error=settlement.error)
 
 
 def _cancelled(job: Job, now: int) -> Outcome:
     ttl_ms = RESULT_TTL_MS if job.work.result_ttl_ms is None else job.work.result_ttl_ms
-    return Outcome(job.generation, State.CANCELLED, now, _forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now))
+    return _outcome_of(job, State.CANCELLED, now, _forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now))
+
+
+def _outcome_of(job: Job, state: State, now: int, forget_at: int, **fields: Any) -> Outcome:
+    run = job.run
+    started_at, worker = (0, "") if run is None else (run.fence, run.worker)
+    return Outcome(job.generation, state, now, forget_at, **fields, started_at=started_at, worker=worker)
 
 
 def _forget_at(job: Job, ttl_ms: int, now: int) -> int:

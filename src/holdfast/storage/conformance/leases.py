@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Complete, LeaseRef, State
+from holdfast._core.jobs import Complete, LeaseRef, State, Update
 from holdfast._core.replies import CancelResult, SettleResult
 from holdfast.storage.conformance.verbs import Stage, fence
 
@@ -16,6 +17,56 @@ async def test_a_claim_gives_the_job_a_lease_and_counts_the_attempt(stage: Stage
     assert job.run is not None
     assert (job.run.worker, job.run.until_at) == ("w1", stage.wall(10))
     assert await stage.the("a") == job
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first run", "second run"])
+async def test_outcome_has_the_start_and_the_worker_of_the_last_run(stage: Stage, is_first: bool) -> None:
+    starts: dict[str, int] = {}
+    for id in ("completed", "failed", "cancelled", "taken back"):
+        await stage.enqueue(id)
+        if not is_first:
+            await stage.retry(await stage.claim_one(worker="w1"))
+        stage.clock.advance(1)
+        run = await stage.claim_one(worker="é2")
+        assert (run.started_at, run.worker) == (fence(run), "é2")
+        starts[id] = fence(run)
+        stage.clock.advance(5)
+        if id in ("cancelled", "taken back"):
+            await stage.cancel(id)
+        match id:
+            case "completed":
+                await stage.complete(run, worker="é2")
+            case "failed":
+                await stage.fail(run, worker="é2")
+            case "cancelled":
+                await stage.release(run, worker="é2")
+            case _:
+                await stage.sweep(worker="é2")
+        job = await stage.the(id)
+        assert (job.started_at, job.worker) == (starts[id], "é2"), id
+        assert job.outcome is not None
+        assert job.outcome.ended_at - starts[id] == 5_000_000
+    assert len(set(starts.values())) == 4
+
+
+async def test_job_between_two_runs_has_neither_start_nor_worker(stage: Stage) -> None:
+    await stage.enqueue("a")
+    assert ((await stage.the("a")).started_at, (await stage.the("a")).worker) == (None, None)
+    await stage.retry(await stage.claim_one())
+    assert ((await stage.the("a")).started_at, (await stage.the("a")).worker) == (None, None)
+    await stage.cancel("a")
+    job = await stage.the("a")
+    assert (job.state, job.started_at, job.worker) == (State.CANCELLED, None, None)
+
+
+async def test_previous_outcome_keeps_the_start_of_its_run(stage: Stage) -> None:
+    await stage.enqueue("a")
+    run = await stage.claim_one()
+    await stage.enqueue("a", update=Update())
+    await stage.complete(run)
+    job = await stage.the("a")
+    assert job.previous is not None
+    assert (job.previous.started_at, job.previous.worker, job.started_at) == (fence(run), "w1", None)
 
 
 async def test_a_running_job_is_not_claimed_again(stage: Stage) -> None:

@@ -105,7 +105,8 @@ def index_of(job: Job) -> tuple[str, SortKey]:
 
 def newest_stamp(job: Job) -> int:
     run = job.run
-    outcomes = [outcome.generation for outcome in (job.outcome, job.previous) if outcome is not None]
+    ended = [outcome for outcome in (job.outcome, job.previous) if outcome is not None]
+    outcomes = [stamp for outcome in ended for stamp in (outcome.generation, outcome.started_at)]
     fences = [] if run is None else [run.fence]
     following = [] if run is None or run.next is None else [run.next.generation, run.next.arrival]
     return max(job.generation, job.arrival, *outcomes, *fences, *following)

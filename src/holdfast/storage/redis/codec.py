@@ -34,7 +34,7 @@ PLAIN = MARK | FLAG_CUSTOM_ID | PAYLOAD
 
 _HEAD = struct.Struct(">BBQQ")
 _LONG = struct.Struct("<QQIIIIQQIII")
-_OUTCOME = struct.Struct("<BQQQQBII")
+_OUTCOME = struct.Struct("<BQQQQQHBII")
 _RUN = struct.Struct("<BQIQH")
 _NEXT = struct.Struct("<QQQQBBBBH")
 _SIZE = struct.Struct("<I")
@@ -163,16 +163,19 @@ def _bytes(raw: bytes, at: int, size: int) -> tuple[bytes | None, int]:
 
 def decode_outcome(packed: bytes) -> Outcome:
     numbers: tuple[int, ...] = _OUTCOME.unpack_from(packed)
-    state, generation, ended_at, forget_at, dedup_at, codec_size, result_size, error_size = numbers
-    at = _OUTCOME.size + codec_size
-    codec = packed[_OUTCOME.size : at].decode()
+    state, generation, started_at, ended_at, forget_at, dedup_at, worker_size, codec_size, *sizes = numbers
+    codec_at = _OUTCOME.size + worker_size
+    worker = packed[_OUTCOME.size : codec_at].decode()
+    at = codec_at + codec_size
+    codec = packed[codec_at:at].decode()
+    result_size, error_size = sizes
     result, at = _bytes(packed, at, result_size)
     error, at = _bytes(packed, at, error_size)
     known = STATES[state]
     if at != len(packed) or known is None or known in LIVE:
         raise ValueError("the bytes are not an outcome")
-    _check_times(generation, ended_at, forget_at, dedup_at)
-    return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error)
+    _check_times(generation, started_at, ended_at, forget_at, dedup_at)
+    return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error, started_at, worker)
 
 
 def decode_run(packed: bytes) -> StoredLease:

@@ -13,7 +13,7 @@ from importlib import resources
 from holdfast.errors import HoldfastError, LayoutTooNew, StorageUnavailable
 from holdfast.storage.redis.codec import ENQUEUED, PLACED
 
-LAYOUT = 2
+LAYOUT = 3
 """The layout of keys and records that this version reads and writes. It refuses all others."""
 SHARED = "keyspace"
 """The file whose locals are visible in all others. Every other file is joined as a block."""

@@ -27,7 +27,7 @@ from holdfast.storage.local.sqlite import connection, notify
 from holdfast.storage.local.sqlite.connection import ConnectionThread
 from holdfast.storage.local.sqlite.table import SqliteTable
 
-LAYOUT = 2
+LAYOUT = 3
 """The version of schema.sql. A file with another one is refused."""
 CACHE_KIB = 65_536
 SYNCHRONOUS = ("OFF", "NORMAL", "FULL", "EXTRA")

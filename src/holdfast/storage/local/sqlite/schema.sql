@@ -1,4 +1,4 @@
--- Layout 2. Every table is prefixed, so that Holdfast can live in a file of yours.
+-- Layout 3. Every table is prefixed, so that Holdfast can live in a file of yours.
 -- Times are integer microseconds in the queue's time (see _core/clock.py).
 
 CREATE TABLE IF NOT EXISTS holdfast_meta (

@@ -6,7 +6,7 @@ local REPAIR_ARGS = 4 -- what is wrong, an id or the member of an index, the ind
 -- The newest stamp that a record holds.
 local function newest_stamp(job)
   local newest = max(job.generation, job.arrival)
-  for _, outcome in pairs({job.outcome, job.previous}) do newest = max(newest, outcome.generation) end
+  for _, outcome in pairs({job.outcome, job.previous}) do newest = max(newest, outcome.generation, outcome.started_at) end
   if job.run then newest = max(newest, job.run.fence) end
   if job.run and job.run.next then newest = max(newest, job.run.next.generation, job.run.next.arrival) end
   return newest

@@ -100,7 +100,7 @@ function fast.complete_plain(tx, id, raw)
 end
 
 -- Complete a job, with or without waiters, and keep its outcome. Returns false, without an effect, for other records.
-function fast.complete_remembered(tx, id, raw, settlement)
+function fast.complete_remembered(tx, id, raw, settlement, worker)
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
   if #raw < (flags % 2 == LONG and LONG_BYTES or HEAD_BYTES) or priority > 9 then return false end
   local _, _, generation, run_at, at = unpack_from(HEAD, raw)
@@ -120,7 +120,8 @@ function fast.complete_remembered(tx, id, raw, settlement)
     at = at + 2 + size
   end
   if at > #raw + 1 or max(generation, run_at, arrival, wall_at, keep_until_at) > NEVER then return false end
-  local outcome = completed({generation = generation, keep_until_at = keep_until_at}, settlement, tx.now)
+  local run = {fence = settlement.fence, worker = worker}
+  local outcome = completed({generation = generation, keep_until_at = keep_until_at, run = run}, settlement, tx.now)
   if outcome.forget_at <= tx.now then return false end
   local writes, packed = tx.writes, encode_outcome(outcome)
   flags = MARK + LONG + FINISHED + band(flags, CUSTOM_ID + TERMS)

@@ -38,8 +38,8 @@ except in the first line: a plain record has the same bytes there as the beginni
   payload
 
 A record without LONG has arrival = generation and 0 in the other fields. `attempts` does not count the present run.
-OUTCOME   state B  generation I8  ended_at I8  forget_at I8  dedup_at I8  #codec B  #result+1 I4  #error+1 I4
-          codec  result  error
+OUTCOME   state B  generation I8  started_at I8  ended_at I8  forget_at I8  dedup_at I8  #worker I2  #codec B  #result+1 I4
+          #error+1 I4  worker  codec  result  error. Without a run that ended the job, started_at is 0 and worker empty.
 TERMS     result_ttl_ms+1 I8, and the other options of the work, which only clients read
 RUN       flags B  fence I8  lease_ms I4  until_at I8  #worker I2  worker  [PROGRESS] #progress I4 progress  [NEXT] next
 NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  takes_run_at B  resets_counts B  priority B
@@ -51,7 +51,7 @@ META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  unused B
           deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
-local LAYOUT, LAYOUT_MARK = 2, 160
+local LAYOUT, LAYOUT_MARK = 3, 160
 local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS, WAITED_MS = 3600000, 60000, 604800000, 10000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'

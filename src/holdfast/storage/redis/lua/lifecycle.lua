@@ -5,7 +5,7 @@ local stamp, place, DEFAULTS = clock.stamp, clock.place, record.DEFAULTS
 
 function lifecycle.damaged(id, now)
   return setmetatable({id = id, priority = 5, generation = now, run_at = now, arrival = now, custom_id = false,
-    has_payload = false, outcome = {state = FAILED, generation = now, ended_at = now,
+    has_payload = false, outcome = {state = FAILED, generation = now, started_at = 0, worker = '', ended_at = now,
       forget_at = now + 1000 * FAILURE_TTL_MS, dedup_at = 0, codec = 'json', error = DAMAGED}}, DEFAULTS)
 end
 
@@ -142,25 +142,38 @@ local function forget_at(job, ttl_ms, now)
   return max(until_at, job.keep_until_at, now + 1000 * WAITED_MS)
 end
 
+local NO_RUN = {fence = 0, worker = ''}
+
+-- How the generation of a job ends. The other fields are set by the caller.
+local function outcome_of(job, state, now)
+  local run = job.run or NO_RUN
+  return {state = state, generation = job.generation, started_at = run.fence, worker = run.worker, ended_at = now,
+    dedup_at = 0, codec = 'json'}
+end
+
 local function cancelled(job, now)
   local ttl_ms = RESULT_TTL_MS
   if job.terms ~= '' then
     local asked = unpack_from('<I8', job.terms)
     if asked > 0 then ttl_ms = asked - 1 end
   end
-  return {state = CANCELLED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
-    forget_at = forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now)}
+  local outcome = outcome_of(job, CANCELLED, now)
+  outcome.forget_at = forget_at(job, max(ttl_ms, CANCELLED_TTL_MS), now)
+  return outcome
 end
 
 function lifecycle.completed(job, settlement, now)
-  local dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
-  return {state = COMPLETED, generation = job.generation, ended_at = now, dedup_at = dedup_at, codec = settlement.codec,
-    result = settlement.result, forget_at = max(forget_at(job, settlement.result_ttl_ms, now), dedup_at)}
+  local outcome = outcome_of(job, COMPLETED, now)
+  outcome.result, outcome.codec = settlement.result, settlement.codec
+  outcome.dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
+  outcome.forget_at = max(forget_at(job, settlement.result_ttl_ms, now), outcome.dedup_at)
+  return outcome
 end
 
 local function failed(job, settlement, now)
-  return {state = FAILED, generation = job.generation, ended_at = now, dedup_at = 0, codec = 'json',
-    error = settlement.error, forget_at = forget_at(job, settlement.failure_ttl_ms, now)}
+  local outcome = outcome_of(job, FAILED, now)
+  outcome.error, outcome.forget_at = settlement.error, forget_at(job, settlement.failure_ttl_ms, now)
+  return outcome
 end
 
 -- End the generation. The request in `next` takes its place; without one, the outcome is kept until its forget time.

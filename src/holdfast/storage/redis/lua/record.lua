@@ -1,6 +1,6 @@
 -- Records, leases and outcomes as bytes: mirrors codec.py. The formats are at the head of keyspace.lua.
 
-local OUTCOME, NEXT_HEAD, ENTRY = '<BI8I8I8I8BI4I4', '<I8I8I8I8BBBBI2', '<BI4'
+local OUTCOME, NEXT_HEAD, ENTRY = '<BI8I8I8I8I8I2BI4I4', '<I8I8I8I8BBBBI2', '<BI4'
 local FIRST_WORK_TAG = 128
 
 -- Bytes behind their size, which has the format `form`, and the first position behind them.
@@ -26,20 +26,23 @@ local function encode_outcome(outcome)
   if outcome.packed then return outcome.packed end
   local result_size, result = pack_bytes(outcome.result)
   local error_size, error = pack_bytes(outcome.error)
-  outcome.packed = pack(OUTCOME, outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at,
-    outcome.dedup_at, #outcome.codec, result_size, error_size) .. outcome.codec .. result .. error
+  outcome.packed = pack(OUTCOME, outcome.state, outcome.generation, outcome.started_at, outcome.ended_at, outcome.forget_at,
+    outcome.dedup_at, #outcome.worker, #outcome.codec, result_size, error_size) .. outcome.worker .. outcome.codec .. result
+    .. error
   return outcome.packed
 end
 
 local function decode_outcome(packed)
-  local outcome, codec_size, result_size, error_size, at = {}, nil, nil, nil, nil
-  outcome.state, outcome.generation, outcome.ended_at, outcome.forget_at, outcome.dedup_at, codec_size, result_size,
-    error_size, at = unpack_from(OUTCOME, packed)
+  local outcome, worker_size, codec_size, result_size, error_size, at = {}, nil, nil, nil, nil, nil
+  outcome.state, outcome.generation, outcome.started_at, outcome.ended_at, outcome.forget_at, outcome.dedup_at, worker_size,
+    codec_size, result_size, error_size, at = unpack_from(OUTCOME, packed)
+  outcome.worker = sub(packed, at, at + worker_size - 1)
+  at = at + worker_size
   outcome.codec = sub(packed, at, at + codec_size - 1)
   at = at + codec_size
   outcome.result, at = bytes_at(packed, at, result_size)
   outcome.error, at = bytes_at(packed, at, error_size)
-  if at ~= #packed + 1 or not INDEXES[outcome.state] or max(outcome.generation, outcome.forget_at) > NEVER then
+  if at ~= #packed + 1 or not INDEXES[outcome.state] or max(outcome.generation, outcome.started_at, outcome.forget_at) > NEVER then
     error('garbled')
   end
   return outcome

@@ -160,7 +160,7 @@ function VERBS.settle()
       complete_plain(tx, id, raws[at])
     else
       settlement = read_settlement(head, ARGS[first + 2], ARGS[first + 3])
-      if quickly and complete_remembered(tx, id, raws[at], settlement) then settlement = nil end
+      if quickly and complete_remembered(tx, id, raws[at], settlement, worker) then settlement = nil end
     end
     if not settlement then
       replies[at] = '1'
