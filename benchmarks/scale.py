@@ -34,6 +34,8 @@ SETTLE_S = 1.5
 """Until a worker that has just started, or has just run a job, is idle."""
 TIMES_DEARER, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 10, 1.2, 3
 """The targets: what may not be exceeded, however much there is."""
+QUEUES_RATE = 0.5
+"""The least rate of a worker of 4,000 queues, compared with 100 queues."""
 PERCENTILES = (50, 90, 99, 99.9)
 
 
@@ -202,6 +204,27 @@ async def many_queues(server: Server, quick: bool) -> list[Curve]:
     ]
 
 
+async def served_queues(quick: bool) -> list[Curve]:
+    """Jobs spread over all queues of one worker, in memory: does planning grow with the queues?"""
+    points: list[tuple[float, float]] = []
+    jobs = 4_000 if quick else 40_000
+    for count in (100, 1_000) if quick else (100, 1_000, 4_000, 10_000):
+        app: Holdfast[Any] = Holdfast("memory://")
+        for n in range(count):
+            app.task(name=f"q{n}")(_nothing)
+        async with app, app.worker():
+            await asyncio.sleep(SETTLE_S)
+            began = time.process_time()
+            await app.enqueue_many(app.queue(f"q{n % count}").bind({"number": n}) for n in range(jobs))
+            while sum(queue.ready + queue.running for queue in (await app.stats()).queues):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            points.append((count, jobs / (time.process_time() - began)))
+    few, many = points[0][1], points[1 if quick else 2]
+    name = f"{many[0]:,.0f} queues of one worker against {points[0][0]:,.0f}, jobs per second of CPU"
+    target = Judged(name, f"≥ {QUEUES_RATE} ×", f"{many[1] / few:.2f} ×", many[1] / few >= QUEUES_RATE)
+    return [Curve("Queues that one worker serves", "queues", "jobs per second of CPU, in memory", points, target)]
+
+
 async def _nothing(number: int) -> None:
     pass
 
@@ -226,7 +249,8 @@ async def curves(quick: bool) -> list[Curve]:
         print(f"  {on_server.__name__} …", flush=True)
         with Server("valkey") as server:
             found += await on_server(server, quick)
-    return found
+    print(f"  {served_queues.__name__} …", flush=True)
+    return found + await served_queues(quick)
 
 
 def markdown(found: list[Curve]) -> str:

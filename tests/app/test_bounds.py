@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,53 @@ async def test_events_for_a_slow_hook_are_dropped_and_counted(
     assert len(seen) == 11
     assert len(dropped) == 2  # At once, and the others when the worker stops.
     assert sum(dropped) == 100 - 11
+
+
+# Many queues
+
+
+def serve_many(app: App, count: int, *, size: int = 10) -> Counter[str]:
+    """Define many tasks. Returns their runs by event."""
+    seen: Counter[str] = Counter()
+
+    @app.on_event
+    async def note(event: RunEvent) -> None:
+        seen[event.kind] += 1
+
+    async def work() -> None:
+        pass
+
+    for number in range(count):
+        app.task(name=f"q{number}", size=size)(work)
+    return seen
+
+
+async def rate(app: App, queues: int, jobs: int) -> float:
+    """Jobs per second of CPU time of a worker that serves these queues."""
+    seen = serve_many(app, queues)
+    async with app.worker():
+        await app.enqueue_many(app.queue(f"q{n % queues}").bind({}) for n in range(queues))
+        await until(lambda: seen["completed"] == queues, 60)
+        began = time.process_time()
+        await app.enqueue_many(app.queue(f"q{n % queues}").bind({}) for n in range(jobs))
+        await until(lambda: seen["completed"] == queues + jobs, 60)
+        return jobs / (time.process_time() - began)
+
+
+@pytest.mark.suite("usual")
+@pytest.mark.storages("memory")
+async def test_worker_of_4000_queues_has_half_the_rate_of_100(app: App, make_app: MakeApp) -> None:
+    few = await rate(app, 100, 8_000)
+    async with make_app() as other:
+        assert await rate(other, 4_000, 8_000) > few / 2
+
+
+@pytest.mark.suite("slow")
+@pytest.mark.storages("sqlite")
+async def test_short_leases_of_many_ready_queues_do_not_expire(app: App) -> None:
+    """Two workers with 2,000 ready queues: a claim whose reply comes after its lease only releases its jobs."""
+    seen = serve_many(app, 2_000, size=1)
+    await app.enqueue_many(app.queue(f"q{n % 2_000}").bind({}) for n in range(6_000))
+    async with app.worker(lease=1), app.worker(lease=1):
+        await until(lambda: seen["completed"] == 6_000, 60)
+    assert seen["released"] < 300

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast._core.capacity import ClaimPlanner, QueueLoad
+from holdfast._core.capacity import QueueLoad
+from holdfast._core.claim_planner import ClaimPlanner
 
 
 def make_planner(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from holdfast._core.capacity import LOWER_FIRST_EVERY, MAX_CLAIM, NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from holdfast._core.capacity import MAX_CLAIM, NEVER, QueueLoad
+from holdfast._core.claim_planner import LOWER_FIRST_EVERY, MAX_CLAIMS, ClaimOrder, ClaimPlanner
 from tests.unit.planners import make_planner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
@@ -338,6 +340,81 @@ def test_idle_queues_have_capacity_and_no_due_claim() -> None:
 
 def test_a_worker_knows_its_queues() -> None:
     assert list(planner(QueueLoad("b"), QueueLoad("a")).served) == ["b", "a"]
+
+
+# Many queues
+
+
+def planning_s(count: int, jobs: int) -> float:
+    """CPU time to plan these jobs, of a full worker whose queues all have work."""
+    one = planner(*(QueueLoad(f"q{n}") for n in range(count)))
+    running: deque[str] = deque()
+    began = time.process_time()
+    for _ in range(jobs // 10):
+        for order in one.plan(0.0):
+            one.claimed(order.queue, order.limit, order.limit, 0.0)
+            for _ in range(order.limit):
+                one.started(order.queue)
+                running.append(order.queue)
+        for _ in range(10):
+            one.finished(running.popleft())
+    return time.process_time() - began
+
+
+def test_planning_costs_the_same_for_4000_queues_as_for_100() -> None:
+    few = min(planning_s(100, 5_000) for _ in range(3))
+    assert min(planning_s(4_000, 5_000) for _ in range(3)) < 2 * few
+
+
+def test_every_one_of_many_queues_gets_its_turn() -> None:
+    one = planner(*(QueueLoad(f"q{n}") for n in range(1_000)), capacity=100)
+    assert len(served_in(one, 200)) == 1_000
+
+
+def test_a_queue_that_wakes_is_served_after_those_that_wait() -> None:
+    one = planner(*(QueueLoad(f"q{n}", concurrency=1) for n in range(200)), capacity=100)
+    one.claimed("q7", 1, 0, NEVER)
+    served_in(one, 3)
+    one.wake("q7")
+    assert served_in(one, 20)["q7"] == 1
+
+
+def test_times_of_queues_take_bounded_memory() -> None:
+    """A queue has a job far ahead, and gets one job after the other meanwhile."""
+    one = planner(QueueLoad("q"))
+    for _ in range(10_000):
+        one.wake("q")
+        (order,) = one.plan(1.0)
+        one.claimed("q", order.limit, 1, 86_400.0)
+    assert len(one._times) < 200
+    assert one.next_claim_at(1.0) == 86_400.0
+
+
+# Claims in flight
+
+
+def test_claims_in_flight_are_bounded() -> None:
+    one = planner(*(QueueLoad(f"q{n}", size=1, concurrency=1) for n in range(2_000)))
+    orders = [order for _ in range(100) for order in one.plan(0.0)]
+    assert len(orders) == MAX_CLAIMS
+    one.claimed(orders[0].queue, orders[0].limit, 0, NEVER)
+    assert len(one.plan(0.0)) == 1
+
+
+def test_late_replies_reduce_the_claims_in_flight_until_others_are_in_time() -> None:
+    one = planner(*(QueueLoad(f"q{n}", size=1, concurrency=1) for n in range(2_000)))
+
+    def in_flight(*, late: bool) -> int:
+        orders = [order for _ in range(100) for order in one.plan(0.0)]
+        for order in orders:
+            one.claimed(order.queue, order.limit, 0, 0.0, late=late)
+        return len(orders)
+
+    assert in_flight(late=True) == MAX_CLAIMS
+    assert in_flight(late=False) == 1
+    assert in_flight(late=False) == 2
+    while in_flight(late=False) < MAX_CLAIMS:
+        pass
 
 
 # A model: whatever happens, it fits

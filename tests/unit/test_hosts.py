@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._core.capacity import MAX_SUSPECTS, NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from holdfast._core.capacity import MAX_SUSPECTS, NEVER, QueueLoad
+from holdfast._core.claim_planner import ClaimOrder, ClaimPlanner
 from tests.unit.planners import make_planner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.

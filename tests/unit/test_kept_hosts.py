@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast._core.capacity import MAX_KEPT_S, MAX_SKIPPED, NEVER, ClaimPlanner, QueueLoad
+from holdfast._core.capacity import NEVER, QueueLoad
+from holdfast._core.claim_planner import MAX_KEPT_S, MAX_SKIPPED, ClaimPlanner
 from tests.unit.planners import make_planner
 
 

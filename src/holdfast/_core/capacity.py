@@ -1,31 +1,18 @@
-"""Capacity of one worker: the hosts in which its jobs run, the part of them that each queue uses, and what to claim.
+"""Capacity of one worker: the hosts in which its jobs run, and the part of them that each queue uses.
 
 A host is a child process, or the worker's own event loop. `Capacity` is mutable bookkeeping with one owner, the claimer
 of the worker; executors report hosts and runs to it. `ClaimPlanner` decides from it which queues to claim from. Both
 are used on the worker's event loop only, do no I/O and read no clock: `now` is passed in (monotonic seconds).
-
-A worker never claims more than it can start now. Higher priorities are served first, queues of one priority share
-equally. Two rules prevent starvation: see `LOWER_FIRST_EVERY` and `MAX_SKIPPED`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import msgspec
 
 MAX_CLAIM = 250
 """Most jobs of one claim."""
-LOWER_FIRST_EVERY = 16
-"""Every 16th plan begins with the lower queue that was served longest ago."""
-MAX_SKIPPED = 16
-"""A host is kept for a queue after 16 plans in which other queues had orders and its next job did not fit."""
-LARGE_CLAIM = 50
-"""A queue for which more than 50 jobs fit claims half of them: those run while the storage finds the other half."""
 MAX_SUSPECTS = 10
 """A queue with 10 jobs that wait for a spare host claims no more."""
-MAX_KEPT_S = 60.0
-"""Longest time that a host is kept free for a queue, and the pause before a host is kept for that queue again."""
 NEVER = float("inf")
 
 
@@ -73,8 +60,6 @@ class QueueLoad(msgspec.Struct):
     """Number of jobs of the claim in flight for which units are reserved, by host."""
     planned: int = 0
     """Number of the last plan in which the queue had an order."""
-    skipped: int = 0
-    """Number of plans since then in which other queues had orders and its next job did not fit."""
     kept_from: float = 0.0
     """When a host may be kept free for the queue again."""
     woken: bool = False
@@ -82,7 +67,12 @@ class QueueLoad(msgspec.Struct):
     rests_until: float = 0.0
     """Nothing is claimed before this time, whatever hints come."""
     claim_at: float = 0.0
-    """When to claim next: in the past if the queue may have work now, `NEVER` if it is not known to have work."""
+    """When to claim next: 0 if the queue may have work now, `NEVER` if it is not known to have work."""
+
+    @property
+    def slots(self) -> int:
+        """How many more runs the queue's concurrency allows, at most `MAX_CLAIM`."""
+        return MAX_CLAIM if self.concurrency is None else self.concurrency - self.running - self.unplaced
 
 
 class Capacity:
@@ -98,6 +88,10 @@ class Capacity:
         """All queues that were ever served: runs of a queue may outlast its service."""
         self._max_runs = max_runs
         self._unplaced = 0
+        self._with_unplaced: dict[str, QueueLoad] = {}
+        """Queues with jobs that wait for a host."""
+        self._claiming = 0
+        """Sum of the limits of all claims in flight."""
 
     # Queues
 
@@ -169,6 +163,8 @@ class Capacity:
         host.runs += 1
         host.running[queue] = host.running.get(queue, 0) + 1
         self.runs += 1
+        if load.concurrency is not None:
+            self._slots_changed(load)
 
     def gave_up(self, queue: str, number: int = 0) -> None:
         """A run on this host does not stop. It keeps its units, and no job waits for them."""
@@ -185,6 +181,8 @@ class Capacity:
         if given_up:
             host.stuck[queue] -= 1
         self._forget_host_if_over(number)
+        if load.concurrency is not None:
+            self._slots_changed(load)
 
     def count_unplaced(self, queue: str, change: int, *, isolated: bool = False) -> None:
         """A claimed job waits for a host (`change` is 1), or does not wait any more (-1)."""
@@ -192,45 +190,48 @@ class Capacity:
         load.unplaced += change
         load.suspects += change if isolated else 0
         self._unplaced += change
+        if load.unplaced:
+            self._with_unplaced[queue] = load
+        else:
+            del self._with_unplaced[queue]
+        self._slots_changed(load)
+
+    def _slots_changed(self, load: QueueLoad) -> None:
+        """The number of runs that a queue may start now has changed."""
 
     # What is free
 
     def _free_units(self) -> dict[int, int]:
         """Free units of each host that takes runs, without those that waiting jobs need."""
         free = {number: host.free for number, host in self.hosts.items() if host.takes}
-        if self._unplaced:
-            for load in self._loads.values():
-                _take(free, load.size, load.unplaced - load.suspects)
+        for load in self._with_unplaced.values():
+            take(free, load.size, load.unplaced - load.suspects)
         return free
 
-    def _slots(self, load: QueueLoad) -> int:
-        """How many more runs of a queue its concurrency and `max_runs` allow, at most `MAX_CLAIM`."""
-        slots = MAX_CLAIM
-        if self._max_runs is not None:
-            claiming = sum(load.claiming for load in self._loads.values())
-            slots = min(slots, self._max_runs - self.runs - self._unplaced - claiming)
-        return slots if load.concurrency is None else min(slots, load.concurrency - load.running - load.unplaced)
+    def _run_slots(self) -> int:
+        """How many more runs `max_runs` allows, at most `MAX_CLAIM`."""
+        if self._max_runs is None:
+            return MAX_CLAIM
+        return min(MAX_CLAIM, self._max_runs - self.runs - self._unplaced - self._claiming)
 
     def _fitting(self, load: QueueLoad, free: dict[int, int]) -> int:
         """How many more jobs of a queue fit into these free units."""
-        return min(sum(units // load.size for units in free.values() if units > 0), self._slots(load))
+        return min(sum(units // load.size for units in free.values() if units > 0), load.slots, self._run_slots())
 
-    def _is_blocked(self, load: QueueLoad, free: dict[int, int]) -> bool:
-        """Whether the next job of a queue does not fit now, but would fit if enough other runs ended."""
-        return (
-            max(free.values(), default=0) < load.size
-            and any(self._can_ever_fit(load, number) for number, host in self.hosts.items() if host.takes)
-            and self._slots(load) > 0
+    def _is_blocked(self, size: int, free: dict[int, int]) -> bool:
+        """Whether a job of this size does not fit now, but would fit if enough runs ended."""
+        return max(free.values(), default=0) < size and any(
+            self._can_ever_fit(size, number) for number, host in self.hosts.items() if host.takes
         )
 
-    def _can_ever_fit(self, load: QueueLoad, number: int) -> bool:
-        """Whether a job of a queue would fit on a host if all of its runs ended, except those that were given up."""
+    def _can_ever_fit(self, size: int, number: int) -> bool:
+        """Whether a job would fit on a host if all of its runs ended, except those that were given up."""
         host = self.hosts[number]
         stuck = sum(count * self._loads[queue].size for queue, count in host.stuck.items() if count)
-        return load.size <= host.capacity - stuck
+        return size <= host.capacity - stuck
 
 
-def _take(free: dict[int, int], size: int, count: int) -> dict[int, int]:
+def take(free: dict[int, int], size: int, count: int) -> dict[int, int]:
     """Take units for some jobs, each on the host with most free units. Returns the number of jobs by host."""
     if len(free) == 1:
         (number,) = free
@@ -242,184 +243,3 @@ def _take(free: dict[int, int], size: int, count: int) -> dict[int, int]:
         free[number] -= size
         taken[number] = taken.get(number, 0) + 1
     return taken
-
-
-class ClaimOrder(msgspec.Struct, frozen=True):
-    """Claim up to `limit` jobs of a queue."""
-
-    queue: str
-    limit: int
-
-
-class ClaimPlanner(Capacity):
-    """Plans the claims of one worker from its capacity."""
-
-    _plans = 0
-    """Number of plans so far that had orders."""
-    _kept: tuple[int, str, float] | None = None
-    """The host that is kept free, the queue that it is kept for, and until when."""
-
-    # Work of queues
-
-    def wake(self, queue: str) -> None:
-        """A queue may have work."""
-        load = self._loads.get(queue)
-        if load is not None:
-            load.woken = True
-            load.claim_at = 0.0
-
-    def sleep(self, queue: str) -> None:
-        """A queue has no work after all."""
-        load = self._loads[queue]
-        load.claim_at, load.skipped = NEVER, 0
-
-    def rest(self, queue: str, until: float) -> None:
-        """Claim nothing from a queue before this time: its jobs were released, and would be released again."""
-        self._loads[queue].rests_until = until
-
-    @property
-    def idle(self) -> bool:
-        """No queue is known to have work, now or later, and no claim is in flight."""
-        has_work = any(load.claim_at != NEVER for load in self.served.values())
-        return not has_work and not any(load.claiming for load in self._loads.values())
-
-    def next_claim_at(self, now: float) -> float:
-        """When the next claim is due, as far as is known. Not counted are queues that are due now: those that have no
-        order wait for the end of a run."""
-        times = [max(load.claim_at, load.rests_until) for load in self.served.values()]
-        return min((at for at in times if at > now), default=NEVER)
-
-    def full_queues(self) -> list[str]:
-        """Queues of which no further job fits."""
-        free = self._free_units()
-        return [load.queue for load in self.served.values() if self._fitting(load, free) <= 0]
-
-    def idle_queues(self, now: float) -> list[str]:
-        """Queues of which a job would fit, but that are not known to have work."""
-        full = set(self.full_queues())
-        return [load.queue for load in self.served.values() if load.claim_at > now and load.queue not in full]
-
-    def blocked_queues(self, now: float) -> list[str]:
-        """Queues that may have work, but whose next job does not fit."""
-        free = self._free_units()
-        loads = [load for load in self.served.values() if load.claim_at <= now and not load.claiming]
-        return [load.queue for load in loads if self._is_blocked(load, free)]
-
-    # Plans
-
-    def plan(self, now: float) -> list[ClaimOrder]:
-        """Decide what to claim. The orders are for different queues, and all of their jobs fit together."""
-        due = [
-            load
-            for load in self.served.values()
-            if load.claim_at <= now and load.rests_until <= now and not load.claiming and load.suspects < MAX_SUSPECTS
-        ]
-        if not due:
-            return []
-        free = self._free_units()
-        if len(due) == 1 and self._kept is None and (fitting := self._fitting(due[0], free)) > 0:
-            self._plans += 1
-            return [self._order(due[0], free, min(fitting, max(fitting // 2, LARGE_CLAIM)))]
-        orders = self._use_kept_host(due, free, now)
-        if self._kept is None and not orders:
-            self._keep_a_host(due, free, now)
-        left = [load for load in due if not load.claiming]
-        ready = [load for load in self._not_withheld(left, free) if self._fitting(load, free) > 0]
-        if not (ready or orders):
-            return []
-        for load in left:  # While a host is kept, only its own queue is counted as skipped.
-            if (self._kept is None or self._kept[1] == load.queue) and self._is_blocked(load, free):
-                load.skipped += 1
-        self._plans += 1
-        return orders + self._share_out(ready, free)
-
-    def claimed(self, queue: str, limit: int, count: int, claim_at: float) -> None:
-        """A claim of at most `limit` jobs got `count`. If it was full there may be work now, else at `claim_at`."""
-        load = self._loads[queue]
-        for number, jobs in load.reservations.items():
-            if number in self.hosts:
-                self.hosts[number].reserved -= jobs * load.size
-        load.reservations.clear()
-        load.claiming = 0
-        may_have_more = count >= limit or load.woken
-        load.claim_at = 0.0 if may_have_more else claim_at
-
-    def _order(self, load: QueueLoad, free: dict[int, int], limit: int) -> ClaimOrder:
-        """Order a claim, and reserve units for its jobs: they are taken from `free`."""
-        load.claiming, load.planned, load.woken, load.skipped = limit, self._plans, False, 0
-        load.reservations = _take(free, load.size, limit)
-        for number, jobs in load.reservations.items():
-            self.hosts[number].reserved += jobs * load.size
-        return ClaimOrder(load.queue, limit)
-
-    # A host for a job that does not fit
-
-    def _keep_a_host(self, due: Sequence[QueueLoad], free: dict[int, int], now: float) -> None:
-        """If a queue was skipped 16 times, keep the emptiest host that can take its job: no other queue gets that host
-        until the job fits. One host is kept at a time, for the queue that was served longest ago."""
-        skipped = [load for load in due if load.skipped >= MAX_SKIPPED and load.kept_from <= now]
-        starving = [load for load in skipped if self._is_blocked(load, free)]
-        if starving:
-            first = min(starving, key=lambda load: load.planned)
-            host = max((n for n in free if self._can_ever_fit(first, n)), key=free.__getitem__)
-            self._kept = (host, first.queue, now + MAX_KEPT_S)
-
-    def _use_kept_host(self, due: Sequence[QueueLoad], free: dict[int, int], now: float) -> list[ClaimOrder]:
-        """The order of the queue that a host is kept for, if enough is free there now."""
-        if self._kept is None:
-            return []
-        host, queue, until = self._kept
-        load = self.served.get(queue)
-        if load is None or load not in due or host not in free:
-            self._kept = None  # The job fitted elsewhere or is gone, or the host is gone.
-            return []
-        if now > until:
-            load.kept_from = now + MAX_KEPT_S
-        elif free[host] < load.size or self._slots(load) <= 0:
-            return []
-        self._kept = None
-        for other in self.served.values():  # Other queues are served again before another host is kept.
-            other.skipped = 0
-        if load.kept_from > now:
-            return []
-        only = {host: free[host]}
-        order = self._order(load, only, 1)
-        free.update(only)
-        return [order]
-
-    def _not_withheld(self, loads: list[QueueLoad], free: dict[int, int]) -> list[QueueLoad]:
-        """The queues that may be served while a host is kept: all of them, on the other hosts. The only host is kept
-        from queues of a higher priority only after its queue was skipped 256 times."""
-        if self._kept is None:
-            return loads
-        host, queue, _ = self._kept
-        kept_for = self.served[queue]
-        if len(free) == 1 and kept_for.skipped < MAX_SKIPPED**2:
-            return [load for load in loads if load.priority > kept_for.priority]
-        del free[host]
-        return loads
-
-    # Sharing
-
-    def _share_out(self, ready: list[QueueLoad], free: dict[int, int]) -> list[ClaimOrder]:
-        """The orders of several queues: higher priorities first, and in every 16th plan a lower queue before them.
-
-        Queues of one priority get equal shares, the one with the fewest runs first. The next queues get what it leaves.
-        """
-        orders: list[ClaimOrder] = []
-        tiers = sorted({load.priority for load in ready}, reverse=True)
-        if self._plans % LOWER_FIRST_EVERY == 0 and len(tiers) > 1:
-            lower = [load for load in ready if load.priority < tiers[0]]
-            first = min(lower, key=lambda load: (load.planned, load.priority))
-            orders.append(self._order(first, free, 1))
-            ready.remove(first)
-        for tier in tiers:
-            left = [load for load in ready if load.priority == tier]
-            left.sort(key=lambda load: (load.running * load.size, load.planned))
-            while left and (units := sum(units for units in free.values() if units > 0)) > 0:
-                load = left.pop(0)
-                share = max(1, units // (len(left) + 1) // load.size)
-                limit = min(self._fitting(load, free), share)
-                if limit > 0:
-                    orders.append(self._order(load, free, limit))
-        return orders

@@ -1,4 +1,4 @@
-"""The claimer of a worker: claims jobs and starts them. `capacity.py` decides what to claim.
+"""The claimer of a worker: claims jobs and starts them. `claim_planner.py` decides what to claim.
 
 A hint or a known time wakes it; it also polls once a second, because a hint may be lost.
 """
@@ -11,7 +11,8 @@ import random
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.capacity import NEVER, ClaimOrder, ClaimPlanner, QueueLoad
+from holdfast._core.capacity import NEVER, QueueLoad
+from holdfast._core.claim_planner import ClaimOrder, ClaimPlanner
 from holdfast._core.events import POLL_INTERVAL_S, Event, EventKind, Topic
 from holdfast._core.jobs import Job, Release
 from holdfast._core.replies import Claim
@@ -38,6 +39,9 @@ class Claimer:
         self._rng = random.Random()
         self.changed = asyncio.Event()
         """Set when there may be new work or free capacity."""
+        self._look_again = False
+        """Whether a job was settled since a burst last claimed from all queues: another one may be ready because of it,
+        and its hint may come late."""
         self._polling = False
         self._subscribed: set[str] = set()
         """Queues whose hints this worker receives."""
@@ -52,6 +56,13 @@ class Claimer:
             self.capacity.serve(QueueLoad(config.queue, config.size, config.concurrency, config.queue_priority))
             self.capacity.wake(config.queue)
         self._subscribe()
+
+    def settled(self, queue: str) -> None:
+        """Jobs of a queue were settled: one of them may be ready again."""
+        if self._settings.burst:
+            self.capacity.wake(queue)
+            self._look_again = True
+        self.changed.set()
 
     # From start to end
 
@@ -83,8 +94,13 @@ class Claimer:
                     self._start(self._poll(), "poll")
             now = loop.time()
             self._claim_what_fits(now)
-            if self._settings.burst and self.capacity.idle and not self._is_busy():
-                return
+            if self._settings.burst and not self._is_busy() and self.capacity.idle:
+                if not self._look_again:
+                    return
+                self._look_again = False
+                for queue in self.capacity.served:
+                    self.capacity.wake(queue)
+                continue
             wait_s = min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time()
             await wait_at_most(min(max(wait_s, 0.0), POLL_INTERVAL_S), self.changed)
 
@@ -122,7 +138,8 @@ class Claimer:
         else:
             if claim.jobs:
                 self._begin(order.queue, claim.jobs, sent_at)
-            self.capacity.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim))
+            late = loop.time() - sent_at > self._settings.lease_ms / 4000
+            self.capacity.claimed(order.queue, order.limit, len(claim.jobs), self._claim_at(claim), late=late)
         self.changed.set()
 
     def _claim_at(self, claim: Claim) -> float:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
-from holdfast._core.capacity import NEVER, ClaimPlanner
+from holdfast._core.capacity import NEVER
+from holdfast._core.claim_planner import ClaimPlanner
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
 from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out

@@ -109,11 +109,7 @@ class Settler:
             await self._settle(queue, waiting)
         self._settling.discard(queue)
         self._one_settled.set()
-        claimer = self._context.claimer
-        if self._context.settings.burst:  # A settled job may be ready again, and its hint may come late.
-            for served in claimer.capacity.served:
-                claimer.capacity.wake(served)
-        claimer.changed.set()
+        self._context.claimer.settled(queue)
 
     async def _settle(self, queue: str, waiting: list[PendingSettlement]) -> None:
         for batch in batches(waiting, _size):

@@ -25,6 +25,9 @@ class Subscription:
 
     def __init__(self, bus: EventBus, topics: Sequence[Topic]) -> None:
         self.topics = topics
+        self._by_queue: dict[str, list[Topic]] = {}
+        for topic in topics:
+            self._by_queue.setdefault(topic.queue, []).append(topic)
         self._bus = bus
         self._pending: deque[Event] = deque(maxlen=MAX_PENDING)
         self._arrival: asyncio.Future[None] | None = None
@@ -71,9 +74,9 @@ class Subscription:
 
     def receive(self, events: Iterable[Event], route: Route | None) -> None:
         """Take the events that a topic of this route covers. Called on the loop of the subscription."""
-        topics = [topic for topic in self.topics if route is None or route(topic)]
         for event in events:
-            if any(topic.covers(event) for topic in topics):
+            topics = self._by_queue.get(event.queue, ())
+            if any(topic.covers(event) and (route is None or route(topic)) for topic in topics):
                 if self._callback is not None:
                     self._callback(event)
                 else:
