@@ -386,6 +386,51 @@ async def test_timeout_error_raised_by_a_handler_counts_as_a_retry(app: App) -> 
         assert await own.using(wait=10).call() == [1, 0]
 
 
+@pytest.mark.parametrize("kind", ["async", "sync", "in middleware", "sync that ignores it"])
+@pytest.mark.storages("memory")
+async def test_error_of_a_run_that_timed_out_has_its_stack(app: App, kind: str) -> None:
+    release = threading.Event()
+
+    def wait_on_a_thread() -> None:
+        while current_job().stopping is None or kind == "sync that ignores it":
+            if release.wait(0.01):
+                return
+        raise asyncio.CancelledError
+
+    async def wait_on_the_loop() -> None:
+        await asyncio.sleep(30)
+
+    if kind == "in middleware":
+
+        @app.middleware
+        async def around(job: Any, proceed: Any) -> Any:
+            return await proceed()
+
+    options: Any = {"name": "t", "timeout": 0.25, "max_timeouts": 0, "cancel_grace": 0.25}
+    if "sync" in kind.split():
+
+        @app.task(**options)
+        def waits() -> None:
+            wait_on_a_thread()
+
+    else:
+
+        @app.task(**options)
+        async def waits() -> None:
+            await wait_on_the_loop()
+
+    async with app.worker(grace=0):
+        with pytest.raises(JobFailed) as raised:
+            await waits.using(wait=10).call()
+        release.set()
+    error = raised.value.error
+    assert error.message == "the run took longer than its timeout of 0.25 s"
+    assert "in waits\n" in error.traceback
+    where = "wait_on_a_thread" if "sync" in kind.split() else "wait_on_the_loop"
+    assert f"in {where}\n" in error.traceback
+    assert "handler.py" not in error.traceback
+
+
 async def test_sync_run_that_ignores_its_timeout_is_abandoned_and_retried(app: App) -> None:
     release = threading.Event()
 

@@ -60,6 +60,34 @@ async def test_stuck_run_is_killed_in_time_and_counted_once_before_it_runs_again
     await until(lambda: len(worker.children()) == len(kinds))
 
 
+WHERE = {
+    "swallow": "in swallow",
+    "spin": "in spin",
+    "sleep_on_the_loop": "in sleep_on_the_loop",
+    "spin_on_a_thread": "in spin_on_a_thread",
+    "hold_the_gil": "in hold_the_gil",
+    "start_threads": "in start_threads",
+}
+"""The frame in which each kind is stuck."""
+
+
+@pytest.mark.storages("sqlite")
+async def test_error_of_a_killed_run_has_the_stack_in_which_it_was_stuck(scene: Scene) -> None:
+    await scene.worker("stuck:app", "--processes", str(len(WHERE)), children=len(WHERE))
+    handles = {
+        kind: await scene.app.queue(queue_of(kind)).enqueue({"kind": kind}, id=kind, max_timeouts=0) for kind in WHERE
+    }
+    for kind, handle in handles.items():
+        with pytest.raises(JobFailed) as raised:
+            await handle.result(wait=30)
+        error = raised.value.error
+        assert error.message == f"the run took longer than its timeout of {TIMEOUT_S:g} s"
+        assert WHERE[kind] in error.traceback, (kind, error.traceback)
+        others = [frame for other, frame in WHERE.items() if other != kind]
+        assert not any(f"{frame}\n" in error.traceback for frame in others), (kind, error.traceback)
+        assert "_worker/handler.py" not in error.traceback
+
+
 async def test_other_runs_beside_a_stuck_one_finish_or_are_released_uncounted(
     scene: Scene,
 ) -> None:

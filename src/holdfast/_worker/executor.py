@@ -65,7 +65,7 @@ class Run:
 
     __slots__ = (
         *("config", "done", "given_up", "held", "host", "isolated", "job", "key", "lease", "overdue", "queue"),
-        *("started_at", "stopping", "timers", "times_out_at"),
+        *("stack", "started_at", "stopping", "timers", "times_out_at"),
     )
 
     def __init__(self, config: QueueConfig, job: Job, claimed_at: float) -> None:
@@ -83,6 +83,8 @@ class Run:
         """Whether the worker has the lease, and has not decided yet how to settle it."""
         self.done = False
         self.stopping: StopReason | None = None
+        self.stack = ""
+        """The stack of the run when its time was over, once it is known."""
         self.overdue = False
         """Whether it was asked to stop and did not within `cancel_grace`."""
         self.given_up = False
@@ -279,7 +281,7 @@ class Inline(Executor):
         self.runner.start(run, run.queue, run.job)
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
-        self.runner.stop(run, why)
+        run.stack = self.runner.stop(run, why)
 
     def _grace_over(self, run: Run) -> None:
         """A run that ignores its cancellation is given up, and its job may run elsewhere. If that is not allowed, the
@@ -294,5 +296,6 @@ class Inline(Executor):
             "it keeps its lease until it ends" if keeps else "abandoned, it may overlap with its next run",
         )
         if run.held and not keeps:
-            ended = timed_out() if run.stopping == "timeout" else Stopped("shutdown")
+            limit_ms = timeout_ms(run.job, run.config.policy)
+            ended = timed_out(limit_ms, run.stack) if run.stopping == "timeout" else Stopped("shutdown")
             self._context.settler.decide(run, ended)

@@ -7,11 +7,12 @@ import contextvars
 import inspect
 import logging
 import random
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -22,8 +23,19 @@ from holdfast._core.codec import Codecs
 from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr, visible_traceback
 from holdfast._core.jobs import Complete, Fail, Job
 from holdfast._core.options import Seconds, to_ms
-from holdfast._core.retry_policy import Ended, QueueConfig, Raised, Returned, Stopped, StopReason, TimedOut, verdict
+from holdfast._core.retry_policy import (
+    Ended,
+    QueueConfig,
+    Raised,
+    Returned,
+    Stopped,
+    StopReason,
+    TimedOut,
+    timeout_ms,
+    verdict,
+)
 from holdfast._core.text import escape_control
+from holdfast._worker.stacks import stack_of_run
 from holdfast._worker.telemetry import awaited, jobs_log, log_error
 from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
 
@@ -43,7 +55,7 @@ class CurrentJob:
 
     __slots__ = (
         *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
-        *("_report", "stalls", "stopping", "timeouts", "worker"),
+        *("_report", "stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
     )
 
     def __init__(self, queue: str, job: Job, report: Callable[[bytes], None], resources: object = None) -> None:
@@ -66,6 +78,10 @@ class CurrentJob:
         self.resources = resources
         self.on_loop = True
         """Whether the run can be cancelled now. It cannot while it is on a thread."""
+        self.thread: int | None = None
+        """The thread on which a function that is not async runs now."""
+        self.timed_out: TimedOut | None = None
+        """How the run ends if its time is over, with the stack that it had then."""
         self._report = report
 
     def progress(self, value: object) -> None:
@@ -278,7 +294,7 @@ async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, thre
     context = contextvars.copy_context()
     current.on_loop = False
     try:
-        value = await asyncio.get_running_loop().run_in_executor(threads, _in_thread, context, function)
+        value = await asyncio.get_running_loop().run_in_executor(threads, _in_thread, current, context, function)
     finally:
         current.on_loop = True
     if inspect.iscoroutine(value) and current.stopping is not None:
@@ -287,11 +303,14 @@ async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, thre
     return await awaited(value)
 
 
-def _in_thread(context: contextvars.Context, function: Callable[[], Any]) -> Any:
+def _in_thread(current: CurrentJob, context: contextvars.Context, function: Callable[[], Any]) -> Any:
+    current.thread = threading.get_ident()
     try:
         return context.run(function)
     except StopIteration as error:  # A future cannot carry it: its waiter would hang.
         raise RuntimeError("the handler raised StopIteration") from error
+    finally:
+        current.thread = None
 
 
 def _returned(handler: Handler, value: Any) -> Ended:
@@ -308,13 +327,18 @@ def _cancelled(current: CurrentJob) -> Ended:
     """How a run ended that was cancelled, by the worker or by the handler itself."""
     if current.stopping is None:
         return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
-    if current.stopping == "timeout":
-        return timed_out()
+    if current.timed_out is not None:
+        return current.timed_out
+    assert current.stopping != "timeout"
     return Stopped(current.stopping)
 
 
-def timed_out() -> TimedOut:
-    return TimedOut(JobError(type="TimeoutError", kind="timeout", message="the run took longer than its timeout"))
+def timed_out(limit_ms: int | None, stack: str) -> TimedOut:
+    """How a run ends whose time is over. `stack` is what it did then, if that is known."""
+    limit = "its timeout" if limit_ms is None else f"its timeout of {limit_ms / 1000:g} s"
+    shown = f"Stack of the run when its time was over (most recent call last):\n{stack}" if stack else ""
+    message = f"the run took longer than {limit}"
+    return TimedOut(JobError(type="TimeoutError", kind="timeout", message=message, traceback=shown))
 
 
 def _raised(error: BaseException, current: CurrentJob) -> Ended:
@@ -382,6 +406,15 @@ def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler:
 K = TypeVar("K")
 
 
+class _Going(NamedTuple):
+    """A run that has begun."""
+
+    task: asyncio.Task[Ended]
+    current: CurrentJob
+    run: Coroutine[Any, Any, Ended]
+    limit_ms: int | None
+
+
 class Runner(Generic[K]):
     """Calls handlers. It reports the end and the progress of a run with the key that the run was started with. Progress
     may be reported on any thread."""
@@ -404,7 +437,8 @@ class Runner(Generic[K]):
         self._report_progress = progressed
         self._wrap = wrap
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
-        self._going: dict[K, tuple[asyncio.Task[Ended], CurrentJob]] = {}
+        self._going: dict[K, _Going] = {}
+        self._loop_thread = 0
 
     def check(self) -> None:
         """Check the annotations of all handlers, so that a worker that could not decode its jobs does not start."""
@@ -417,22 +451,39 @@ class Runner(Generic[K]):
         current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
-        self._going[key] = (task, current)
+        self._loop_thread = self._loop_thread or threading.get_ident()
+        self._going[key] = _Going(task, current, run, timeout_ms(job, handler.config.policy))
         task.add_done_callback(partial(self._finished, key))
 
-    def stop(self, key: K, why: StopReason) -> None:
-        if key in self._going:
-            task, current = self._going[key]
-            current.stopping = why
-            if current.on_loop:
-                task.cancel()
+    def stop(self, key: K, why: StopReason) -> str:
+        """Ask a run to stop. Returns its stack if its time is over."""
+        if key not in self._going:
+            return ""
+        task, current, _, limit_ms = self._going[key]
+        stack = self.stack(key) if why == "timeout" else ""
+        current.timed_out = timed_out(limit_ms, stack) if why == "timeout" else None
+        current.stopping = why
+        if current.on_loop:
+            task.cancel()
+        return stack
+
+    def stack(self, key: K) -> str:
+        """The stack of a run, on any thread; empty if it is not known. Frames of this module are omitted."""
+        if key not in self._going:
+            return ""
+        going = self._going[key]
+        try:
+            return stack_of_run(going.run, self._loop_thread, going.current.thread, __file__)
+        except Exception:  # Another thread has changed the frames meanwhile, or a source file is odd.
+            log.debug("the stack of a run could not be read", exc_info=True)
+            return ""
 
     def close(self) -> None:
         """End the threads that are idle now, and the others when their runs end."""
         self._threads.shutdown(wait=False)
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
-        _, current = self._going.pop(key)
+        current = self._going.pop(key).current
         if task.cancelled():  # The run had not begun.
             ended = _cancelled(current)
         else:

@@ -11,12 +11,14 @@ import logging
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason
+from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason, timeout_ms
+from holdfast._worker import handler
 from holdfast._worker.executor import Run, wait_until
 from holdfast._worker.handler import timed_out
 from holdfast._worker.processes import messages
 from holdfast._worker.processes.messages import Begin, ChildChannel, FromChild, Hello, frame_limit, without_odd_id
 from holdfast._worker.processes.os_process import Process
+from holdfast._worker.stacks import cut_stack, stacks_in_dump
 from holdfast.errors import HoldfastError, JobError, OptionError
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ PART_S = 10.0
 """How long to wait for the rest of a frame."""
 LEAVE_S = 5.0
 """How long a child may take to close the app and exit."""
+STACKS_S = 0.2
+"""How long a child that does not answer may take to dump its stacks."""
 EXIT_S = 0.1
 """How long to wait for the exit of a child whose connection has ended: a handler may have closed it instead."""
 
@@ -76,6 +80,8 @@ class ChildHandle:
         self._pool = pool
         self._kill_pending_at: float | None = None
         """When a run of this child first failed to stop."""
+        self._stacks_until = 0.0
+        """Until when the child, which is to be killed, may dump its stacks."""
         self._leaving = False
         self._pinged_at: float | None = None
         """When the child was sent the ping that it has not answered."""
@@ -160,6 +166,8 @@ class ChildHandle:
         blamed = self.runs.get(self._executing[0]) if self._executing == probe.read() else None
         for number, run in list(self.runs.items()):
             begun = probe.has_begun(number)
+            if run.stopping == "timeout" and not run.stack and self._stacks_until:
+                run.stack = stacks_in_dump(self.process.stacks(), handler.__file__)
             self._finished(number, _ended_with_process(run, error, blamed, begun=begun, killed=self.killed))
 
     # Leaving
@@ -175,6 +183,10 @@ class ChildHandle:
         if self._kill_pending_at is None:
             self._kill_pending_at = _now()
             log.warning("child %d has a run that does not stop: replacing the child", self.process.pid)
+            if any(run.overdue and run.stopping == "timeout" and not run.stack for run in self.runs.values()):
+                self._stacks_until = _now() + STACKS_S
+                self.process.ask_for_stacks()
+                asyncio.get_running_loop().call_at(self._stacks_until, lambda: self._check_retired(_now()))
         self.retire()
 
     def leave(self) -> None:
@@ -202,6 +214,8 @@ class ChildHandle:
         elif self._kill_pending_at is not None:
             overdue = sum(run.overdue for run in self.runs.values())
             late = now >= self._kill_pending_at + self._pool.settings.drain_grace_s
+            if now < self._stacks_until:
+                return
             if overdue == 0:
                 self._kill_pending_at = None  # The run has ended after all.
             elif overdue == len(self.runs) or late or self.is_unresponsive(now):
@@ -243,6 +257,9 @@ class ChildHandle:
                     if number in self.runs:
                         self._pool.refused(self.runs[number])
                     self._finished(number, Stopped("not_started"))
+                case messages.Stack(number, stack):
+                    if number in self.runs:
+                        self.runs[number].stack = cut_stack(stack)
                 case messages.Progress(number, progress):
                     if number in self.runs:
                         self._pool.progressed(self.runs[number], progress)
@@ -283,7 +300,7 @@ def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun:
         return Stopped("not_started")
     if run.stopping == "timeout":
         innocent = blamed is not None and blamed.overdue and blamed is not run
-        return Stopped("neighbour") if innocent else timed_out()
+        return Stopped("neighbour") if innocent else timed_out(timeout_ms(run.job, run.config.policy), run.stack)
     if run.stopping is not None:
         return Stopped(run.stopping)
     return Stopped("neighbour") if killed else Crashed(error)

@@ -28,7 +28,7 @@ from holdfast._worker.handler import Runner
 from holdfast._worker.logs import set_up_logging
 from holdfast._worker.processes import messages
 from holdfast._worker.processes.messages import Begin, ChildChannel, Finished, ToChild
-from holdfast._worker.processes.os_process import LoopProbe, attach_probe, is_child_of, memory
+from holdfast._worker.processes.os_process import LoopProbe, attach_probe, dump_stacks_to, is_child_of, memory
 from holdfast._worker.telemetry import HookDispatcher
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
@@ -124,7 +124,11 @@ class ChildRuntime:
                     else:
                         self._channel.send(messages.Refused(number))
                 case messages.Stop(number, why):
-                    self._runner.stop(number, why)
+                    stack = self._runner.stop(number, why)
+                    if stack:
+                        self._channel.send(messages.Stack(number, stack))
+                case messages.ShowStack(number):
+                    self._channel.send(messages.Stack(number, self._runner.stack(number)))
                 case messages.Ping():
                     self._channel.send(messages.Pong(memory()))
                 case messages.Happened(event, id):
@@ -203,12 +207,13 @@ def _take_signals() -> None:
 
 
 def main() -> None:
-    end_number, page, parent = (int(word) for word in sys.argv[1:4])
+    end_number, page, dump, parent = (int(word) for word in sys.argv[1:5])
     _take_signals()
     is_child_of(parent)
     end = socket.socket(fileno=end_number)
     end.set_inheritable(False)
     probe = attach_probe(page)
+    dump_stacks_to(dump)
     try:
         begin = messages.receive(end, Begin)
     except EOFError:

@@ -57,6 +57,10 @@ class Stop(Message, frozen=True):
     why: StopReason
 
 
+class ShowStack(Message, frozen=True):
+    number: int
+
+
 class Ping(Message, frozen=True):
     """Asks the child's event loop for a Pong."""
 
@@ -111,6 +115,13 @@ class Refused(Message, frozen=True):
     number: int
 
 
+class Stack(Message, frozen=True):
+    """The stack of a run: its time is over, or the worker asked with `ShowStack`."""
+
+    number: int
+    stack: str
+
+
 class Progress(Message, frozen=True):
     number: int
     progress: bytes
@@ -121,8 +132,8 @@ class Pong(Message, frozen=True):
     """Bytes that the child has in memory."""
 
 
-ToChild = Start | Stop | Ping | Happened | HookError | Leave
-FromChild = Hello | Broken | Finished | Refused | Progress | Pong
+ToChild = Start | Stop | ShowStack | Ping | Happened | HookError | Leave
+FromChild = Hello | Broken | Finished | Refused | Stack | Progress | Pong
 
 M = TypeVar("M")
 V = TypeVar("V", Job, RunEvent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import mmap
 import os
 import signal
@@ -24,6 +25,10 @@ from holdfast.errors import OptionError
 F_SEAL_FUTURE_WRITE = 0x10
 GROUP_POLLS, GROUP_POLL_S = 100, 0.01
 """How often to check whether the last process of a killed group is gone, and the pause between checks."""
+
+MAX_DUMP_BYTES = 262_144
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", 1) - 1
+"""Has a child dump its stacks: a signal that programs hardly use. Without memory for dumps it is not used."""
 
 _in_child = False
 
@@ -63,8 +68,9 @@ def lifeline(group: int, *, read_first: bool) -> Callable[[], None]:
 
 class Process:
     def __init__(self, module: str, name: str) -> None:
-        """Start `python -m module`. The arguments of the child are two file descriptors, its end of the socket pair and
-        the memory of its probe, the process id of its parent, and `name`, for ps."""
+        """Start `python -m module`. The arguments of the child are three file descriptors, its end of the socket pair,
+        the memory of its probe and the memory for dumps of its stacks, the process id of its parent, and `name`, for
+        ps."""
         if _in_child:
             raise OptionError(
                 "a child process cannot start children: start the worker under `if __name__ == '__main__':`"
@@ -78,7 +84,10 @@ class Process:
             ours.callback(self.probe.close)
             if page >= 0:
                 theirs.callback(os.close, page)
-            given = (end.fileno(), page)
+            self._dump = _dump_memory()
+            if self._dump >= 0:
+                ours.callback(os.close, self._dump)
+            given = (end.fileno(), page, self._dump)
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", module, *map(str, given), str(os.getpid()), name],
                 stdin=subprocess.DEVNULL,
@@ -123,6 +132,17 @@ class Process:
                 # It may have left its group. macOS does not let us signal a group of which only a zombie is left.
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
+
+    def ask_for_stacks(self) -> None:
+        """Have the process dump the stacks of its threads, also if C code blocks its interpreter: see `stacks`."""
+        if self._dump >= 0 and self._process.returncode is None:
+            os.ftruncate(self._dump, 0)
+            os.lseek(self._dump, 0, os.SEEK_SET)  # Both processes have the same offset.
+            os.kill(self.pid, STACK_SIGNAL)
+
+    def stacks(self) -> str:
+        """The last dump of the process, which may be dead; empty if there is none."""
+        return os.pread(self._dump, MAX_DUMP_BYTES, 0).decode("utf-8", "replace") if self._dump >= 0 else ""
 
     async def kill_and_wait(self, patience_s: float = 0.0) -> str | None:
         """Kill the process, unless it ends within `patience_s`, and wait until its whole group is gone. Returns how it
@@ -267,7 +287,19 @@ def attach_probe(page: int) -> LoopProbe:
     return probe
 
 
+def _dump_memory() -> int:
+    """Make the memory into which a child dumps its stacks; -1 if the system has none. Handlers could write to it."""
+    return os.memfd_create("holdfast-stacks", os.MFD_CLOEXEC) if sys.platform == "linux" else -1
+
+
 # In the child
+
+
+def dump_stacks_to(dump: int) -> None:
+    """At `STACK_SIGNAL`, dump the stacks of all threads, without the help of the interpreter."""
+    if dump >= 0:
+        os.set_inheritable(dump, False)
+        faulthandler.register(STACK_SIGNAL, file=dump, all_threads=True)
 
 
 def is_child_of(parent: int) -> None:
