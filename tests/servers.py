@@ -30,6 +30,8 @@ Name = Literal["valkey", "redis"]
 HOST = "127.0.0.1"
 OLDEST_REDIS = (7, 0)
 SLOTS = 16384
+LOCALE = "en_US.UTF-8"
+"""A locale that orders strings otherwise than by their bytes: `a` before `B`."""
 CLUSTER = (
     *("--cluster-enabled", "yes"),
     *("--cluster-node-timeout", "2000"),
@@ -58,16 +60,18 @@ class Server:
     """A server of its own for a test: started when made, stopped at the end of its `with` block.
 
     `args` are added to the command line, where they override what stands before them. A test that needs a password
-    sets up a user with `command("ACL", "SETUSER", ...)`: the default user has to stay open for `command`.
+    sets up a user with `command("ACL", "SETUSER", ...)`: the default user has to stay open for `command`. `locales` is
+    a folder with `LOCALE`, which the server then uses.
     """
 
-    def __init__(self, name: Name, *args: str) -> None:
+    def __init__(self, name: Name, *args: str, locales: Path | None = None) -> None:
         binary = valkey_binary() if name == "valkey" else redis_binary()
         if binary is None:
             raise FileNotFoundError(not_found())
         self.name = name
         self.version = ""
         self.args = args
+        self._locales = locales
         self.directory = Path(tempfile.mkdtemp(prefix=f"holdfast-{name}-"))
         self.port = free_port()
         self._binary = binary
@@ -79,7 +83,7 @@ class Server:
             self.stop()
             raise
         if "--cluster-enabled" not in args:
-            _started[f"{name} {self.version}"] = None
+            _started[f"{name} {self.version}{f' in {LOCALE}' if locales else ''}"] = None
 
     @property
     def url(self) -> str:
@@ -191,6 +195,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,
+                env={**os.environ, **({"LOCPATH": str(self._locales), "LC_ALL": LOCALE} if self._locales else {})},
                 process_group=0,  # Ctrl-C is for the test run, which then stops its servers itself
             )
 
@@ -296,10 +301,23 @@ class Cluster:
 @functools.cache
 def shared(name: Name) -> Server | None:
     """The one server of its kind for the whole test run, started when first asked for. None where the system has
-    no Redis that is new enough; Valkey is always there."""
-    if name == "redis" and redis_binary() is None:
-        return None
+    no Redis that is new enough; Valkey is always there. Redis runs in `LOCALE`, Valkey in that of the test run."""
+    if name == "redis":
+        return None if redis_binary() is None else Server(name, locales=locale_folder())
     return Server(name)
+
+
+@functools.cache
+def locale_folder() -> Path | None:
+    """A folder with `LOCALE`, made for this test run. None where the system cannot make one."""
+    localedef = shutil.which("localedef")
+    if localedef is None:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-locale-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [localedef, "--no-archive", "-i", "en_US", "-f", "UTF-8", str(folder / LOCALE)]
+    subprocess.run(command, capture_output=True, timeout=60, check=False)
+    return folder if (folder / LOCALE / "LC_COLLATE").exists() else None
 
 
 @functools.cache
@@ -323,6 +341,8 @@ def described() -> str:
     parts = list(_started) or ["none started"]
     if redis_binary() is None:
         parts.append(not_found())
+    elif shared.cache_info().currsize and locale_folder() is None:
+        parts.append(f"no localedef, so no server in {LOCALE}")
     return "servers: " + ", ".join(parts)
 
 

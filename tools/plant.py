@@ -42,11 +42,12 @@ CALLS = "test_redis_calls"
 LINES = "test_redis_lines"
 LEASES, UPDATES, ORDER, REMEMBERING = "test_leases", "test_updates", "test_order", "test_remembering"
 WORK_QUEUE, TRANSITIONS, CLOCK, WAITERS = "test_seeds_work_queue", "test_transitions", "test_clock", "test_waiters"
-CRASHES = "crashes"
+CRASHES, LOCALE, HALF_STEPS = "redis/test_crashes", "redis/test_locale", "redis/test_half_steps"
 
 
 class Bug(NamedTuple):
-    """One edit of a file, what it breaks, and the test files that should fail."""
+    """One edit of a file, what it breaks, and the test files that should fail: of tests/storage unless a name has a
+    folder."""
 
     name: str
     breaks: str
@@ -660,9 +661,41 @@ BUGS = [
         "not listed again",
         "a queue that another client deleted is created again but not listed",
         "lua/transaction.lua",
-        "  transaction.relist('SADD', queue)\n",
+        "  if tx.opened == 1 then transaction.relist('SADD', tx.queue) end\n",
         "",
         (ORDER, CALLS, REMEMBERING),
+    ),
+    Bug(
+        "order of the locale",
+        "lists miss jobs on a server whose locale orders strings otherwise than by their bytes",
+        "lua/reads.lua",
+        "is_behind(call('ZRANGE', key, middle, middle)[1], member)",
+        "call('ZRANGE', key, middle, middle)[1] > member",
+        (LOCALE,),
+    ),
+    Bug(
+        "permissions not checked",
+        "a user who may not delete fields leaves half a completion",
+        "lua/calls.lua",
+        "    check_permissions() -- Once per client and verb, or every ten minutes.\n",
+        "",
+        (HALF_STEPS,),
+    ),
+    Bug(
+        "message refuses a verb",
+        "a settle whose message may not be published is written and then fails",
+        "lua/transaction.lua",
+        "    redis.pcall('SPUBLISH', tx.queue .. ':to:'",
+        "    call('SPUBLISH', tx.queue .. ':to:'",
+        (HALF_STEPS,),
+    ),
+    Bug(
+        "companion too late",
+        "a job fails although its companion queue is refused",
+        "lua/verbs.lua",
+        "  local companion, companion_ids = transaction.open(QUEUE .. '/failed'), {}\n",
+        "  transaction.close(tx)\n  local companion, companion_ids = transaction.open(QUEUE .. '/failed'), {}\n",
+        (HALF_STEPS,),
     ),
     Bug(
         "expired workers stay",
@@ -766,9 +799,7 @@ def plant(folder: Path, bug: Bug) -> Verdict:
 
 def pytest(folder: Path, names: set[str], *options: str) -> tuple[list[str], float]:
     """Run these test files. Returns the tests that failed and the seconds that it took."""
-    files = sorted(
-        f"tests/redis/test_{CRASHES}.py" if name == CRASHES else f"tests/storage/{name}.py" for name in names
-    )
+    files = sorted(f"tests/{name if '/' in name else f'storage/{name}'}.py" for name in names)
     env = {**os.environ, "PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [*PYTEST, *options, *files]
     began = time.monotonic()

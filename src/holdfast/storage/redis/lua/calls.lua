@@ -3,6 +3,16 @@
 local VERB_ARG, CLIENT_ARG, NUMBER_ARG = 1, 2, 3
 local KEY_SUFFIX = ':meta'
 local NUMBER = '<I8'
+local WRITES = {'SET', 'HSET', 'HDEL', 'ZADD', 'ZREM'}
+
+-- Refuse a user who lacks a command that writes: without this check the step could end in its middle.
+local function check_permissions()
+  for _, command in ipairs(WRITES) do
+    if not redis.acl_check_cmd(command, QUEUE .. KEY_SUFFIX, '0', '0') then
+      error({err = 'NOPERM this user has no permission for ' .. command .. ' inside the function'})
+    end
+  end
+end
 
 -- A call that changes something has a number. The same number again gets the same reply, a lower number is refused, and
 -- neither changes anything: a reply may be lost, and the first copy of a call may arrive after the second.
@@ -16,6 +26,8 @@ local function once(verb, number)
       local reply = cmsgpack.unpack(sub(kept, at))
       return REPEATS[verb] and REPEATS[verb](reply) or reply
     end
+  else
+    check_permissions() -- Once per client and verb, or every ten minutes.
   end
   local reply = VERBS[verb]()
   local keeps = KEPT_AS[verb] and KEPT_AS[verb](reply) or reply

@@ -32,13 +32,23 @@ function VERBS.get()
   return {now, skew, raws, runs}
 end
 
+-- Whether one string is behind another in the order of their bytes, which is the order of a server within a score. `>`
+-- follows the locale of the server instead.
+local function is_behind(one, other)
+  for at = 1, min(#one, #other) do
+    local left, right = byte(one, at), byte(other, at)
+    if left ~= right then return left > right end
+  end
+  return #one > #other
+end
+
 -- The rank of the first member behind a place in an index. Many members may have its score, and the member of that place
 -- may have been removed.
 local function rank_after(key, score, member)
   local low, high = call('ZCOUNT', key, '-inf', '(' .. score), call('ZCOUNT', key, '-inf', score)
   while low < high do
     local middle = math.floor((low + high) / 2)
-    if call('ZRANGE', key, middle, middle)[1] > member then high = middle else low = middle + 1 end
+    if is_behind(call('ZRANGE', key, middle, middle)[1], member) then high = middle else low = middle + 1 end
   end
   return low
 end

@@ -57,14 +57,11 @@ function transaction.relist(command, queue)
   call(command, '{' .. namespace .. '}:queues', name .. companion)
 end
 
--- The transaction of a queue, which is made if it does not exist.
+-- The transaction of a queue. `close` makes the queue if it does not exist.
 function transaction.open(queue)
   local meta = metadata.read(queue)
   if meta then return begin(queue, meta, 0) end
-  meta = metadata.new(queue)
-  metadata.write(queue, meta)
-  transaction.relist('SADD', queue)
-  return begin(queue, meta, 1)
+  return begin(queue, metadata.new(queue), 1)
 end
 
 local function count(tx, view, by)
@@ -208,25 +205,31 @@ local function flush(queue, writes)
 end
 
 -- Publish the events of the step to the listeners of the queue, and the ends of jobs to the clients that wait for them: one
--- message per channel.
+-- message per channel. A message is a hint: a user without the permission to publish loses only the hint.
 local function publish(tx)
-  if tx.events then call('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
-  for client, packed in pairs(tx.inboxes or {}) do call('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed)) end
+  if tx.events then redis.pcall('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
+  for client, packed in pairs(tx.inboxes or {}) do
+    redis.pcall('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed))
+  end
 end
 
+-- Leave a token for a waiting worker, which is a hint too.
 local function wake(tx)
-  if call('LLEN', tx.queue .. ':wake') == 0 then call('LPUSH', tx.queue .. ':wake', '1') end
+  if redis.pcall('LLEN', tx.queue .. ':wake') == 0 then redis.pcall('LPUSH', tx.queue .. ':wake', '1') end
 end
 
 -- Write the changes. A step without changes writes nothing, not even the time of the queue, unless it was the first to see
 -- the clock step back.
 function transaction.close(tx)
+  if tx.opened == 1 then transaction.relist('SADD', tx.queue) end
   if #tx.changed > 0 or tx.noted then
     for at = 1, #tx.changed do save(tx, tx.changed[at]) end
     flush(tx.queue, tx.writes)
     metadata.write(tx.queue, tx.meta)
     publish(tx)
     if tx.ready then wake(tx) end
+  elseif tx.opened == 1 then
+    metadata.write(tx.queue, metadata.new(tx.queue))
   elseif tx.time[SKEW] ~= tx.skew then
     metadata.write(tx.queue, tx.meta)
   end

@@ -185,10 +185,10 @@ function VERBS.settle()
     transaction.close(tx)
     return {0, table.concat(replies)}
   end
-  local companion, companion_ids = transaction.open(QUEUE .. '/failed'), {} -- First: an error must change nothing.
+  local companion, companion_ids = transaction.open(QUEUE .. '/failed'), {}
   for at, request in ipairs(follow_ups) do companion_ids[at] = request.id end
-  transaction.close(tx)
   enqueue.all(companion, companion_ids, function(at) return follow_ups[at] end, {}, {})
+  transaction.close(tx) -- After all that may raise an error: an error must change nothing.
   transaction.close(companion)
   return {companion.opened, table.concat(replies)}
 end
