@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 HOST = "127.0.0.1"
 CHUNK = 1 << 18
+SLOW_CHUNK = 1 << 13
 SUBSCRIBE = {"SUBSCRIBE", "PSUBSCRIBE", "SSUBSCRIBE"}
 
 
@@ -296,6 +298,48 @@ class _Connection:
         for due in self.due:
             if due.waiter is not None and not due.waiter.done():
                 due.waiter.set_exception(ConnectionResetError("the server did not answer a held command"))
+
+
+@asynccontextmanager
+async def slow_link(server_port: int, bytes_per_s: int) -> AsyncGenerator[str]:
+    """Pass at most so many bytes per second to a server, and as many back. Yields the URL of this side."""
+    loop = asyncio.get_running_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    def prepare(sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_CHUNK
+        )  # Bytes wait at their sender, as on a slow link.
+
+    async def relay(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := await loop.sock_recv(source, SLOW_CHUNK):
+                await loop.sock_sendall(sink, chunk)
+                await asyncio.sleep(len(chunk) / bytes_per_s)
+
+    async def connect(client: socket.socket) -> None:
+        with client, socket.create_connection((HOST, server_port)) as server:
+            prepare(client)
+            prepare(server)
+            both = asyncio.create_task(relay(client, server)), asyncio.create_task(relay(server, client))
+            tasks.extend(both)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+
+    async def accept(listener: socket.socket) -> None:
+        while True:
+            client, _ = await loop.sock_accept(listener)
+            tasks.append(asyncio.create_task(connect(client)))
+
+    with socket.create_server((HOST, 0)) as listener:
+        prepare(listener)
+        tasks.append(asyncio.create_task(accept(listener)))
+        try:
+            yield f"redis://{HOST}:{listener.getsockname()[1]}"
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def frame(buffer: bytes | bytearray) -> int | None:

@@ -22,7 +22,7 @@ from holdfast.errors import LayoutTooNew, OptionError, StorageFull, StorageUnava
 from holdfast.storage import audit, connect
 from holdfast.storage.redis import connection, of_client
 from holdfast.storage.redis.script import LAYOUT
-from tests.proxy import HOST, Exchange, Proxy
+from tests.proxy import HOST, Exchange, Proxy, slow_link
 from tests.redis.conftest import contents, first, is_call, key, namespace_of, opened, until
 from tests.servers import Server, free_port
 from tests.storage.stage import Stage
@@ -362,6 +362,33 @@ async def _given_up(server: Server, call: Callable[[], Coroutine[Any, Any, objec
     server.resume()
     with redis.Redis.from_url(server.url) as client:
         client.ping()
+
+
+async def test_large_payload_passes_a_link_that_needs_longer_than_the_timeout(server: Server) -> None:
+    """Each way takes 2 s. A connection that is silent for 0.5 s is broken, and this one is never silent."""
+    payload = bytes(range(256)) * 3_000
+    async with slow_link(server.port, bytes_per_s=400_000) as url, opened(f"{url}?timeout=1") as stage:
+        assert (await stage.enqueue("a", payload)).placed is Placed.NEW
+        job = await stage.claim_one()
+        assert (job.payload, job.attempts) == (payload, 1)
+        assert (await stage.stats()).totals == {"enqueued": 1, "claimed": 1}
+        await stage.storage.purge("q", [State.WAITING])
+
+
+async def test_frozen_server_is_abandoned_though_its_system_takes_commands(own: Server) -> None:
+    """The command that waits longest gets no reply, while later commands leave the client."""
+    async with opened(f"{own.url}?timeout=1") as stage:
+        await stage.enqueue("a")
+        own.pause()
+        async with asyncio.timeout(3):
+            with pytest.raises(StorageUnavailable, match="in time"):
+                await asyncio.gather(*(_later(n / 10, stage.get("a")) for n in range(8)))
+        own.resume()
+
+
+async def _later(seconds: float, call: Coroutine[Any, Any, object]) -> object:
+    await asyncio.sleep(seconds)
+    return await call
 
 
 @pytest.mark.usefixtures("impatient")

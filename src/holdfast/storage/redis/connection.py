@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 from holdfast.errors import HoldfastError, StorageUnavailable
@@ -24,7 +25,10 @@ from holdfast.storage.redis.script import Library
 log = logging.getLogger("holdfast.redis")
 
 REPLY_S = 5.0
-"""A connection without an answer for 5 s is broken: it may be half open."""
+"""A connection that is silent for 5 s while a command waits is broken: it may be half open."""
+SLOW_REPLY_S = 240.0
+"""How long a command may wait beyond its deadline while its bytes or those of its reply move: the link is slow. The
+longest timeout and this time are less than the time for which a server keeps replies."""
 LEAST_REPLY_S = 0.5
 """Minimum time to wait for a reply before the connection counts as broken, even if a call has less time."""
 CHECK_S = 0.25
@@ -167,6 +171,8 @@ class PendingCommand:
     loaded: bool = False
     """The library was sent for this command."""
     sent_at: float = 0.0
+    ends_at: int = 0
+    """Number of bytes that the connection had written after this command."""
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -182,6 +188,10 @@ class ServerConnection(ReconnectingConnection):
         self._loop = asyncio.get_running_loop()
         self._pending: deque[PendingCommand] = deque()
         """Commands without a reply, in the order of sending. With a connection, all of them were sent."""
+        self._moved = 0
+        """Bytes of the oldest command and of replies that had moved at the last check."""
+        self._moved_at = 0.0
+        """When a check found that bytes had moved."""
 
     def send(
         self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None = None
@@ -197,10 +207,14 @@ class ServerConnection(ReconnectingConnection):
     def _append(self, command: PendingCommand) -> None:
         self._pending.append(command)
         if self._raw is not None:
-            command.sent_at = self._loop.time()
-            self._raw.write(command.args)
+            self._write(command, self._raw)
         else:
             self._ensure_open()
+
+    def _write(self, command: PendingCommand, raw: RawConnection) -> None:
+        command.sent_at = self._loop.time()
+        raw.write(command.args)
+        command.ends_at = raw.written
 
     def call(
         self, args: tuple[Argument, ...], deadline: float, library: Library | None = None
@@ -227,9 +241,9 @@ class ServerConnection(ReconnectingConnection):
 
     def _on_connected(self, raw: RawConnection) -> None:
         self._drop_answered()
+        self._moved = 0
         for command in self._pending:
-            command.sent_at = self._loop.time()
-            raw.write(command.args)
+            self._write(command, raw)
 
     def _on_reply(self, reply: Reply) -> None:
         """Take the reply to the oldest command."""
@@ -264,23 +278,35 @@ class ServerConnection(ReconnectingConnection):
         return min(super()._next_pause_s(), max(left_s / 4, BACKOFF_S[0]))
 
     def _check(self) -> None:
-        """Fail commands at their deadline, and break a connection on which no reply arrives."""
+        """Fail commands at their deadline, and break a connection that is silent."""
         self._timer = None
         now = self._loop.time()
+        first = self._pending[0] if self._pending else None
+        silent_s = self._silent_s(first, now)
         for command in list(self._pending):  # A caller that gets an answer may send its next command at once.
-            if command.deadline <= now:
+            late_s = now - command.deadline
+            if late_s >= 0 and (command is not first or silent_s > LEAST_REPLY_S or late_s > SLOW_REPLY_S):
                 command.answer(
                     StorageUnavailable(f"{self.name} did not answer in time ({self._trouble}): is it up and reachable?")
                 )
         if self._raw is None:
             self._drop_answered()
-        elif self._pending:
-            first = self._pending[0]
+        elif first is not None:
             patience_s = max((first.deadline - first.sent_at) / 2, LEAST_REPLY_S)  # The rest is for another connection.
-            if now - first.sent_at > min(REPLY_S, patience_s):
-                self._break(f"no answer for {now - first.sent_at:.1f} s")
+            if silent_s > min(REPLY_S, patience_s):
+                self._break(f"no answer for {silent_s:.1f} s")
         if self._pending:
             self._check_after(CHECK_S)
+
+    def _silent_s(self, first: PendingCommand | None, now: float) -> float:
+        """Return for how long nothing has arrived and nothing of the oldest command has left. Bytes of later commands
+        are not a sign of life: the system of a frozen server takes them."""
+        if first is None or self._raw is None:
+            return inf
+        moved = self._raw.received + min(self._raw.sent, first.ends_at)
+        if moved > self._moved:
+            self._moved, self._moved_at = moved, now
+        return now - max(self._moved_at, first.sent_at)
 
     def _drop_answered(self) -> None:
         """Remove commands that have failed. Only without a connection: on one, their replies still arrive."""

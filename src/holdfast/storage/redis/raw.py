@@ -6,8 +6,11 @@ The protocol is RESP2, parsed by hiredis. redis-py is not used: see decision 6.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -132,10 +135,22 @@ class RawConnection(asyncio.BufferedProtocol):
         """Why the connection ended; empty while it is open."""
         self._on_reply: Deliver = _ignore
         self._on_lost: Callable[[str], None] = _ignore
+        self.received = 0
+        """Number of bytes that have arrived."""
+        self.written = 0
+        """Number of bytes that were given to `write`."""
 
     def write(self, args: tuple[Argument, ...]) -> None:
         """Send a command."""
-        self._transport.write(packed(args))
+        data = packed(args)
+        self.written += len(data)
+        self._transport.write(data)
+
+    @property
+    def sent(self) -> int:
+        """Number of bytes that the other side has confirmed. Inexact with TLS, which adds bytes."""
+        sock: socket.socket = self._transport.get_extra_info("socket")
+        return self.written - self._transport.get_write_buffer_size() - _unconfirmed(sock)
 
     async def ask(self, *commands: tuple[Argument, ...]) -> list[Reply]:
         """Send commands at once and return their replies. If the connection ends, the last reply is the error."""
@@ -180,6 +195,7 @@ class RawConnection(asyncio.BufferedProtocol):
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received += nbytes
         parser, buffer = self._parser, cast("bytes", self._buffer)  # hiredis takes any buffer; its type hints do not.
         try:
             parser.feed(buffer, 0, nbytes)
@@ -198,6 +214,14 @@ class RawConnection(asyncio.BufferedProtocol):
 
 def _ignore(_: object) -> None:
     pass
+
+
+def _unconfirmed(sock: socket.socket) -> int:
+    """Return the number of bytes in the send buffer of the kernel; 0 on a system that does not tell."""
+    try:
+        return int.from_bytes(fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except OSError:
+        return 0
 
 
 async def open_connection(options: ConnectOptions) -> RawConnection:
