@@ -719,6 +719,21 @@ async def test_delete_cancels_running_jobs_and_waits_for_their_end(app: Holdfast
         assert "q" not in [seen.queue for seen in (await app.stats()).queues]
 
 
+async def test_delete_beside_a_producer_leaves_no_paused_queue(app: Holdfast[Any]) -> None:
+    queue, producing = app.queue("q"), True
+
+    async def produce() -> None:
+        while producing:
+            await queue.enqueue(1)
+
+    producer = asyncio.create_task(produce())
+    for _ in range(10):
+        assert await queue.delete(wait=5)
+        assert not (await queue.stats()).paused
+    producing = False
+    await producer
+
+
 async def test_repeated_delete_without_wait_succeeds_though_a_lease_holder_is_dead(
     app: Holdfast[Any],
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from holdfast import Failure, Holdfast, HoldfastError, State, current_job
+from holdfast import Failure, Holdfast, HoldfastError, current_job
 from holdfast._core.clock import Clock
 from holdfast.storage.validation import FAILED_SUFFIX
 
@@ -492,8 +492,7 @@ async def _dropped_by_another(program: Program, queue: Any) -> None:
     """A queue that this client knows, and that is made anew because another client has dropped it."""
     await queue.enqueue(1, id="first")
     async with program.app.storage.clone() as other:
-        await other.purge(queue.name, tuple(State))
-        await other.purge(queue.name, tuple(State), drop=True)
+        assert await other.drop(queue.name) == 0
     await queue.enqueue(1, id="second")
     await queue.cancel("second")
 

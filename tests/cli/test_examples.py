@@ -47,7 +47,7 @@ class Folder:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.path,
-                env=environment(PYTHONUNBUFFERED="1", **more),
+                env=environment(**{"PYTHONUNBUFFERED": "1", "HOLDFAST_URL": self.url, **more}),
             )
         self._processes.append(process)
         return process

@@ -89,7 +89,7 @@ async def test_every_verb_works_with_queues_on_different_nodes(
     snapshot = await storage.snapshot()
     assert len(snapshot.queues) == 6
     assert len(snapshot.workers) == 3
-    assert await storage.purge("nowhere", list(State), drop=True) == 0
+    assert await storage.drop("nowhere") == 0
 
 
 async def test_hints_and_replies_arrive_from_every_node(cluster: Cluster, storage: Storage, namespace: str) -> None:
@@ -256,7 +256,7 @@ async def test_queue_recreated_during_its_drop_stays_listed(
             return await command(key, *args)
 
         monkeypatch.setattr(other._calls, "command", late)
-        while await other.purge("q", list(State), drop=True):
+        while await other.drop("q"):
             pass
         assert [stats.queue for stats in (await storage.snapshot()).queues] == ["q"]
 
@@ -266,7 +266,7 @@ async def test_queue_that_another_client_dropped_is_listed_again(
 ) -> None:
     async with connect(cluster.url, clock=ManualClock(), namespace=namespace) as other:
         await storage.enqueue("q", [Request("a", Work(b""))])
-        while await other.purge("q", list(State), drop=True):
+        while await other.drop("q"):
             pass
         assert (await storage.snapshot()).queues == []
         await storage.enqueue("q", [Request("b", Work(b""))])

@@ -181,7 +181,8 @@ CASES: dict[str, tuple[str, Prepare, Act]] = {
     "sweep, forgetting": ("sweep", to_forget, lambda s: s.sweep()),
     "purge": ("purge", finished, lambda s: s.storage.purge("q", list(State), 2)),
     "purge what runs": ("purge", running, lambda s: s.storage.purge("q", [State.RUNNING])),
-    "purge and drop": ("purge", empty, lambda s: s.storage.purge("q", list(State), drop=True)),
+    "drop": ("drop", empty, lambda s: s.storage.drop("q")),
+    "drop a job": ("drop", finished, lambda s: s.storage.drop("q")),
     "announce": ("announce", nothing, lambda s: s.storage.announce("w1", {"queues": ["q"]}, ttl_ms=1000)),
     "announce and be told": ("announce", to_be_evicted, lambda s: s.storage.announce("w1", {"n": 1}, ttl_ms=9000)),
     "evict": ("evict", announced, lambda s: s.storage.evict("w1")),
@@ -376,7 +377,7 @@ async def test_queue_recreated_by_a_cancelled_caller_is_listed(proxy: Proxy, ser
         await stage.enqueue("a")
         await stage.claim_one()
         await stage.complete(await stage.the("a"), ttl=0)
-        await other.storage.purge("q", list(State), drop=True)
+        assert await other.storage.drop("q") == 0
         enqueueing = asyncio.create_task(stage.enqueue("b"))
         await asyncio.sleep(0)
         enqueueing.cancel()

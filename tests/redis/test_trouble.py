@@ -228,7 +228,7 @@ async def test_full_server_accepts_all_verbs_except_enqueue(full: Stage) -> None
     assert (await storage.announce("w1", {"queues": ["q"]}, ttl_ms=1000)).evict is False
     assert await storage.evict("w1") is True
     assert await storage.purge("q", [State.WAITING, State.COMPLETED, State.CANCELLED], 100) == 8
-    assert await storage.purge("q", list(State), drop=True) == 0
+    assert await storage.drop("q") == 0
     assert (await storage.snapshot()).queues == []
 
 
@@ -580,7 +580,8 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
         lambda: clone.keep("a", 5),
         lambda: storage.pause("q", True),
         lambda: clone.sweep(),
-        lambda: storage.purge("q", list(State), drop=True),
+        lambda: storage.purge("q", list(State)),
+        lambda: storage.drop("q"),
         lambda: storage.get("q", ["a"]),
         lambda: storage.scan("q"),
         lambda: storage.snapshot(),

@@ -19,7 +19,7 @@ CLIENT = "same-client0"
 """The name of both clients: it is part of waiters and of the keys of kept replies."""
 VERBS = (
     *("enqueue", "claim", "settle", "extend", "cancel", "keep", "pause", "sweep", "purge", "repair", "recount"),
-    *("announce", "evict"),
+    *("announce", "drop", "evict"),
 )
 OF_NAMESPACE = (":workers", ":beats", ":queues", ":layout")
 OF_QUEUE = tuple(suffix for suffix in KEYS if suffix not in OF_NAMESPACE)

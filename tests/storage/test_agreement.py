@@ -421,7 +421,7 @@ class Agreement(RuleBasedStateMachine):
         for queue in (self.queue, f"{self.queue}/failed"):
             self.call(lambda storage, queue=queue: storage.sweep(queue, 100, worker="w1"))
             self.call(lambda storage, queue=queue: storage.sweep(queue, 100, worker="w2"))
-            while self.call(lambda storage, queue=queue: storage.purge(queue, list(State), 100, drop=True)):
+            while self.call(lambda storage, queue=queue: storage.drop(queue)):
                 pass
         assert self.queue not in {stats.queue for stats in self.call(lambda storage: storage.snapshot()).queues}
 

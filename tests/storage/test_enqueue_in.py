@@ -219,7 +219,7 @@ async def test_a_new_queue_is_on_the_list_with_its_first_job(stage: Stage, calle
 
 async def test_a_dropped_queue_is_on_the_list_again(stage: Stage, caller: Caller) -> None:
     await stage.enqueue("a")
-    while await stage.storage.purge("q", ["waiting"], drop=True):  # type: ignore[list-item]
+    while await stage.storage.drop("q"):
         pass
     stage.storage.enqueue_in(caller.transaction(), "q", [request("a")])
     await caller.commit()

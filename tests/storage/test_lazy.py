@@ -31,6 +31,7 @@ VERBS: dict[str, Verb] = {
     "pause": lambda storage: storage.pause("q", False),
     "sweep": lambda storage: storage.sweep("q"),
     "purge": lambda storage: storage.purge("q", [State.FAILED]),
+    "drop": lambda storage: storage.drop("q"),
     "announce": lambda storage: storage.announce("w", {}, ttl_ms=1000),
     "evict": lambda storage: storage.evict("w"),
     "about": lambda storage: storage.about(),

@@ -62,7 +62,7 @@ async def test_a_call_that_is_repeated_gets_the_same_reply_and_changes_nothing(
         ("pause", (1, "tests")),
         ("claim", (5, "w2", 10_000)),
         ("sweep", (5, "")),
-        ("purge", (5, 0, "1")),
+        ("purge", (5, "1")),
     ]
     for verb, args in calls:
         first = await call(stage, verb, NUMBER, args)
@@ -264,7 +264,7 @@ async def test_jobs_that_are_enqueued_one_by_one_at_once_are_claimed_in_that_ord
 
 
 async def drop(stage: Stage, queue: str = "q") -> None:
-    while await stage.storage.purge(queue, list(State), 100, drop=True):
+    while await stage.storage.drop(queue):
         pass
 
 
@@ -335,7 +335,7 @@ async def test_server_time_is_used_without_an_injected_clock(harness: Harness, s
         (reply,) = await storage.enqueue("real", [Request("a", Work(b"x"), custom_id=True)])
         assert 0 <= reply.generation - (int(seconds) * 1_000_000 + int(micros)) < 60_000_000
         await storage.purge("real", list(State), 10)
-        await storage.purge("real", list(State), 10, drop=True)
+        assert await storage.drop("real") == 0
 
 
 async def test_wrong_clock_of_a_client_takes_no_lease_away(

@@ -399,7 +399,7 @@ async def test_a_purge_is_not_stopped_by_garbled_records(stage: Stage, saboteur:
     stage.clock.advance(1)
     await stage.sweep(worker="w1")
     for _ in range(20):
-        if not await stage.storage.purge("q", list(State), 2, drop=True):
+        if not await stage.storage.drop("q", 2):
             break
         await stage.sweep(worker="w1")
     await repair(stage)

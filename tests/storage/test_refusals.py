@@ -334,6 +334,7 @@ VERBS: dict[str, Callable[[Storage], Awaitable[object]]] = {
     "pause": lambda s: s.pause("q", True),
     "sweep": lambda s: s.sweep("q"),
     "purge": lambda s: s.purge("q", [State.FAILED]),
+    "drop": lambda s: s.drop("q"),
     "announce": lambda s: s.announce("w1", {}, ttl_ms=1000),
     "evict": lambda s: s.evict("w1"),
     "repair": lambda s: s.repair("q", dry_run=True),
@@ -529,6 +530,7 @@ WITH_A_QUEUE: dict[str, Callable[[Storage, Any], Awaitable[object]]] = {
     "pause": lambda s, q: s.pause(q, True),
     "sweep": lambda s, q: s.sweep(q),
     "purge": lambda s, q: s.purge(q, [State.FAILED]),
+    "drop": lambda s, q: s.drop(q),
     "repair": lambda s, q: s.repair(q, dry_run=False),
     "subscribe": lambda s, q: s.subscribe(Topic(q)).__aenter__(),
 }
@@ -827,6 +829,7 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
     "sweep nobody": (lambda c: c.storage.sweep("q", worker=""), OptionError, "''"),
     "purge 0": (lambda c: c.storage.purge("q", [State.FAILED], 0), OptionError, "0"),
     "purge 201": (lambda c: c.storage.purge("q", [State.FAILED], 201), OptionError, "201"),
+    "drop 0": (lambda c: c.storage.drop("q", 0), OptionError, "0"),
     "purge no state": (lambda c: c.storage.purge("q", ["asleep"]), OptionError, "asleep"),  # type: ignore[list-item]
     "purge text": (lambda c: c.storage.purge("q", "failed"), OptionError, "'f"),  # type: ignore[arg-type]
     "announce nobody": (announce(""), OptionError, "''"),

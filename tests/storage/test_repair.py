@@ -1016,7 +1016,7 @@ async def test_a_purge_is_not_stopped_by_garbled_records(sqlite: Stage, rows: Sq
         await sqlite.enqueue(f"{n}")
     rows.sql("UPDATE holdfast_jobs SET rest = x'00' WHERE id IN (?, ?)", b"0", b"1")
     for _ in range(10):
-        if not await sqlite.storage.purge("q", list(State), 2, drop=True):
+        if not await sqlite.storage.drop("q", 2):
             break
     assert (await sqlite.storage.snapshot()).queues == []
 

@@ -21,7 +21,8 @@ from tests.storage.stage import Stage, heard
 
 
 async def test_verbs_on_a_missing_queue_are_not_errors_and_do_not_create_it(stage: Stage) -> None:
-    assert await stage.storage.purge("q", list(State), drop=True) == 0
+    assert await stage.storage.purge("q", list(State)) == 0
+    assert await stage.storage.drop("q") == 0
     assert await stage.sweep() == await stage.sweep(worker="w1") == Swept([], [], 0, False, None)
     assert await stage.claim(10) == []
     assert await stage.cancel("a") is CancelResult.MISSING
@@ -50,8 +51,7 @@ async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_recreate
     running = await stage.claim_one()
     async with stage.storage.subscribe(Topic("q")) as events:
         await stage.storage.pause("q", True, reason="deleted")
-        while await stage.storage.purge("q", list(State), drop=True):
-            pass
+        assert [await stage.storage.drop("q") for _ in range(2)] == [1, 1]
         assert set(await heard(events, 3)) == {
             (EventKind.PURGED, "b"),
             (EventKind.PURGED, "c"),
@@ -59,7 +59,7 @@ async def test_deleting_a_queue_stops_its_running_jobs_and_the_next_job_recreate
         }
     assert [lease.id for lease in (await stage.extend(running)).cancel_asked] == ["a"]
     await stage.release(running)
-    while await stage.storage.purge("q", list(State), drop=True):
+    while await stage.storage.drop("q"):
         pass
     assert (await stage.storage.snapshot()).queues == []
     assert (await stage.enqueue("a")).placed is Placed.NEW

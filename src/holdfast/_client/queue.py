@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
+LEAST_PURGE_S = 1.0
+"""How long `delete` purges a backlog, also with a shorter `wait`."""
 COPIED = ("id", "state", "generation", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
 """Fields of a record that `JobInfo` has unchanged."""
 
@@ -336,22 +338,21 @@ class Queue:
         return deleted
 
     async def delete(self, *, wait: Seconds | None = DEFAULT_WAIT_S) -> bool:
-        """Delete the queue and its jobs. Asks running jobs to stop and waits for them. Returns False if some still run
-        after `wait` seconds: the queue stays paused then, so call this again."""
-        deadline = _deadline(to_wait_s(wait))
+        """Delete the queue and its jobs. Asks running jobs to stop and waits for them. Returns False if the queue has
+        jobs after `wait` seconds, because some still run or are enqueued all the time: the queue stays paused then, so
+        call this again. True means that it was deleted: a job that is enqueued later makes a new queue."""
+        storage, time = self._session.storage, asyncio.get_running_loop().time
+        deadline, before = _deadline(to_wait_s(wait)), math.inf
+        purge_until = max(deadline, time() + LEAST_PURGE_S)
         await self.pause(reason="being deleted")
-        while True:
-            await self.purge(tuple(State))
-            page = await self._session.storage.scan(self.name, limit=1)
-            if not page.jobs:
-                await self._session.storage.purge(self.name, tuple(State), drop=True)
-                return True
-            swept = await self._session.storage.sweep(self.name)
-            if swept.stalled:
+        while left := await storage.drop(self.name):
+            shrinks, before = left < before and time() < purge_until, left
+            if shrinks or (await storage.sweep(self.name)).stalled:
                 continue
-            if asyncio.get_running_loop().time() >= deadline:
+            if time() >= deadline:
                 return False
             await asyncio.sleep(0.1)
+        return True
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield the events of this queue from now on. Some may be lost, so do not wait for a certain one."""

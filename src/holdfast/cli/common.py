@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -34,6 +35,7 @@ def _on_an_app(command: Callable[..., Awaitable[None]], *, creates: bool) -> Cal
     @click.option("--namespace", metavar="NAME", help="Namespace within the storage.  [default: hf]")
     @wraps(command)
     def run(*args: Any, url: str | None, namespace: str | None, **kwargs: Any) -> None:
+        logging.basicConfig(format="holdfast: %(message)s")
         if url == "":
             raise OptionError("--url is empty: check whether the shell variable is set")
         chosen = find_settings(url, namespace or None)

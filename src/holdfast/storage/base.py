@@ -167,14 +167,22 @@ class Storage(ABC):
         await self._ensure_open()
         return await self._sweep(queue, limit, worker)
 
-    async def purge(self, queue: str, states: Collection[State], limit: int = 100, *, drop: bool = False) -> int:
+    async def purge(self, queue: str, states: Collection[State], limit: int = 100) -> int:
         """Delete waiting and finished records, ask running jobs to cancel, and return the number of both. Call until
-        the reply is 0. `drop` then forgets an empty queue itself."""
+        the reply is 0."""
         validation.check_queue(queue)
         validation.check_number("limit", limit, 1, validation.MAX_PAGE)
         wanted = validation.to_states(states)
         await self._ensure_open()
-        return await self._purge(queue, wanted, limit, drop)
+        return await self._purge(queue, wanted, limit)
+
+    async def drop(self, queue: str, limit: int = 100) -> int:
+        """Do what `purge` does for all states, and return how many records are left. If none is left, forget the queue
+        in the same step, with its counters and its pause. Call until the reply is 0."""
+        validation.check_queue(queue)
+        validation.check_number("limit", limit, 1, validation.MAX_PAGE)
+        await self._ensure_open()
+        return await self._drop(queue, limit)
 
     async def announce(self, worker: str, facts: replies.WorkerFacts, *, ttl_ms: int) -> replies.WorkerCommands:
         """Register a worker for `ttl_ms`; `facts["queues"]` lists the queues that it serves. Returns its commands."""
@@ -288,7 +296,9 @@ class Storage(ABC):
     @abstractmethod
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept: ...
     @abstractmethod
-    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int: ...
+    async def _purge(self, queue: str, states: Collection[State], limit: int) -> int: ...
+    @abstractmethod
+    async def _drop(self, queue: str, limit: int) -> int: ...
     @abstractmethod
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands: ...
     @abstractmethod

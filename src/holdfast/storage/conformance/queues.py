@@ -109,24 +109,29 @@ async def test_an_empty_queue_is_dropped_only_when_asked_for(stage: Stage) -> No
     await stage.storage.purge("q", list(State))
     await stage.storage.purge("q", list(State))
     assert (await stage.stats()).totals["purged"] == 1
-    assert await stage.storage.purge("q", list(State), drop=True) == 0
+    assert await stage.storage.drop("q") == 0
+    assert (await stage.storage.snapshot()).queues == []
+    assert await stage.storage.drop("q") == 0
     assert (await stage.storage.snapshot()).queues == []
 
 
 async def test_a_queue_with_a_record_left_is_not_dropped(stage: Stage) -> None:
     await stage.enqueue("a")
     job = await stage.claim_one()
-    await stage.storage.purge("q", list(State), drop=True)
-    assert await stage.storage.purge("q", list(State), drop=True) == 0
+    await stage.storage.pause("q", True)
+    await add(stage, *"bcd")
+    assert [await stage.storage.drop("q", 2) for _ in range(3)] == [2, 1, 1]
+    assert [lease.id for lease in (await stage.extend(job)).cancel_asked] == ["a"]
+    assert (await stage.stats()).paused
     assert await stage.complete(job) is SettleResult.OK
-    assert await stage.storage.purge("q", [State.WAITING], drop=True) == 0
-    assert (await stage.the("a")).state is State.COMPLETED
+    assert await stage.storage.drop("q") == 0
+    assert (await stage.storage.snapshot()).queues == []
 
 
 async def test_a_dropped_queue_is_new_when_it_is_used_again(stage: Stage) -> None:
     await stage.enqueue("a")
     await stage.storage.pause("q", True)
-    while await stage.storage.purge("q", list(State), drop=True):
+    while await stage.storage.drop("q"):
         pass
     await stage.enqueue("b")
     stats = await stage.stats()
@@ -138,7 +143,7 @@ async def test_stamps_of_a_dropped_queue_are_not_reused(stage: Stage) -> None:
     generations = {reply.generation for reply in await add(stage, *"abc")}
     stale = await stage.claim_one()
     await stage.complete(stale, ttl=0)
-    while await stage.storage.purge("q", list(State), drop=True):
+    while await stage.storage.drop("q"):
         pass
     again = await add(stage, *"abc")
     claimed = await stage.claim(3)

@@ -227,13 +227,23 @@ class Engine:
         transaction.close()
         return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
 
-    def purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
+    def purge(self, queue: str, states: Collection[State], limit: int) -> int:
+        return self._purge(self._begin(queue), states, limit)
+
+    def drop(self, queue: str, limit: int) -> int:
         transaction = self._begin(queue)
+        self._purge(transaction, tuple(State), limit)
+        left = sum(transaction.meta.counts.get(state, 0) for state in State)
+        if not left and self.table.meta(queue):
+            self.table.drop(queue)
+        return left
+
+    def _purge(self, transaction: QueueTransaction, states: Collection[State], limit: int) -> int:
         done = 0
         for state in (state for state in State if state in states and state is not State.RUNNING):
             if done == limit:
                 break
-            jobs, _ = self.table.page(queue, state, None, limit - done)
+            jobs, _ = self.table.page(transaction.queue, state, None, limit - done)
             for job in jobs:
                 kind = EventKind.PURGED if job.state is State.WAITING else EventKind.FORGOTTEN
                 transaction.record_change(job.id, job, lifecycle.Step(None, (kind,)))
@@ -241,8 +251,6 @@ class Engine:
         if State.RUNNING in states:
             done += self._ask_to_cancel(transaction, limit - done)
         transaction.close()
-        if drop and not done and self.table.meta(queue) and not any(map(transaction.meta.counts.get, State)):
-            self.table.drop(queue)
         return done
 
     def _ask_to_cancel(self, transaction: QueueTransaction, limit: int) -> int:
@@ -362,8 +370,11 @@ class LocalStorage(Storage):
     async def _sweep(self, queue: str, limit: int, worker: str | None) -> replies.Swept:
         return await self._step(lambda engine: engine.sweep(queue, limit, worker), items=limit)
 
-    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
-        return await self._step(lambda engine: engine.purge(queue, states, limit, drop), items=limit)
+    async def _purge(self, queue: str, states: Collection[State], limit: int) -> int:
+        return await self._step(lambda engine: engine.purge(queue, states, limit), items=limit)
+
+    async def _drop(self, queue: str, limit: int) -> int:
+        return await self._step(lambda engine: engine.drop(queue, limit), items=limit)
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
         return await self._step(lambda engine: engine.announce(worker, facts, ttl_ms))

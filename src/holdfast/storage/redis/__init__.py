@@ -261,18 +261,22 @@ class RedisStorage(Storage):
             [clean_id(id) for id in overdue], [clean_id(id) for id in stalled], gone, bool(more), _time(next_sweep_at)
         )
 
-    async def _purge(self, queue: str, states: Collection[State], limit: int, drop: bool) -> int:
+    async def _purge(self, queue: str, states: Collection[State], limit: int) -> int:
         wanted = "".join(str(codec.STATES.index(state)) for state in states)
-        call = await self._calls.call(self._key(queue), "purge", (limit, int(drop), wanted))
-        done, dropped = call.reply
-        if dropped:
-            self._listed.discard(queue)
-        if dropped and self._servers.clustered:
+        call = await self._calls.call(self._key(queue), "purge", (limit, wanted))
+        return int(call.reply)
+
+    async def _drop(self, queue: str, limit: int) -> int:
+        call = await self._calls.call(self._key(queue), "drop", (limit,))
+        if call.reply:
+            return int(call.reply)
+        self._listed.discard(queue)
+        if self._servers.clustered:
             key = f"{self._name}:queues"
             await self._calls.command(key, "SREM", key, queue)
             if await self._calls.read(self._key(queue), "stats"):  # Another client has made it again meanwhile.
                 await self._list(queue)
-        return int(done)
+        return 0
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
         call = await self._calls.call(self._name, "announce", (worker, _encode(facts), ttl_ms))

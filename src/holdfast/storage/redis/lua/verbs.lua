@@ -7,6 +7,7 @@ local MAX_CALL_BYTES = 1048576
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
 local PAGE = leases.PAGE
+local ALL_STATES = WAITING .. RUNNING .. COMPLETED .. FAILED .. CANCELLED
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
 local REPLY = {NOW = 1, NEXT_RUN_AT = 2, NEXT_SWEEP_AT = 3, PAUSED = 4, JOBS = 5, FENCES = 6, SKEW = 7}
 
@@ -285,20 +286,8 @@ local function ask_to_cancel(tx, limit)
   return asked
 end
 
-local function drop(queue, meta)
-  call('SET', queue .. ':floor', string.format('%.0f', meta[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)
-  local keys = {queue .. ':meta', queue .. ':jobs', queue .. ':runs', queue .. ':wake'}
-  for priority = 0, 9 do keys[#keys + 1] = queue .. WAITING_INDEXES[priority] end
-  for state = RUNNING, CANCELLED do keys[#keys + 1] = queue .. INDEXES[state] end
-  call('UNLINK', unpack(keys))
-  transaction.relist('SREM', queue)
-end
-
-function VERBS.purge()
-  local limit, drops, wanted = unpack(ARGS, FIRST_ARG)
-  limit, drops = tonumber(limit), drops == '1'
-  local tx, done, indexes = transaction.find(QUEUE), 0, {}
-  if not tx then return {0, 0} end
+local function purge(tx, limit, wanted)
+  local done, indexes = 0, {}
   if string.find(wanted, WAITING, 1, true) then
     for _, priority in ipairs(leases.priorities_of(tx)) do indexes[#indexes + 1] = WAITING_INDEXES[priority] end
   end
@@ -310,7 +299,25 @@ function VERBS.purge()
   end
   if done < limit and string.find(wanted, RUNNING, 1, true) then done = done + ask_to_cancel(tx, limit - done) end
   transaction.close(tx)
-  if not drops or done > 0 or call('EXISTS', QUEUE .. ':jobs') == 1 then return {done, 0} end
-  drop(QUEUE, tx.meta)
-  return {done, 1}
+  return done
+end
+
+function VERBS.purge()
+  local tx = transaction.find(QUEUE)
+  return tx and purge(tx, tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]) or 0
+end
+
+function VERBS.drop()
+  local tx = transaction.find(QUEUE)
+  if not tx then return 0 end
+  purge(tx, tonumber(ARGS[FIRST_ARG]), ALL_STATES)
+  local left = call('HLEN', QUEUE .. ':jobs')
+  if left > 0 then return left end
+  call('SET', QUEUE .. ':floor', string.format('%.0f', tx.meta[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)
+  local keys = {QUEUE .. ':meta', QUEUE .. ':jobs', QUEUE .. ':runs', QUEUE .. ':wake'}
+  for priority = 0, 9 do keys[#keys + 1] = QUEUE .. WAITING_INDEXES[priority] end
+  for state = RUNNING, CANCELLED do keys[#keys + 1] = QUEUE .. INDEXES[state] end
+  call('UNLINK', unpack(keys))
+  transaction.relist('SREM', QUEUE)
+  return 0
 end
