@@ -32,7 +32,7 @@ BATCH = 100
 DAY_MS = 86_400_000
 SETTLE_S = 1.5
 """Until a worker that has just started, or has just run a job, is idle."""
-TIMES_DEARER, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 10, 1.2, 3
+TIMES_DEARER, TIMES_MORE, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 2, 10, 1.2, 3
 """The targets: what may not be exceeded, however much there is."""
 QUEUES_RATE = 0.5
 """The least rate of a worker of 4,000 queues, compared with 100 queues."""
@@ -70,6 +70,31 @@ async def kept(storage: Storage, server: Server, quick: bool) -> list[Curve]:
 
     points = await _beside(storage, server, quick, finish)
     return [Curve("A job beside finished records", "records kept", CPU, points, _dearer("kept", points))]
+
+
+async def expiring(storage: Storage, server: Server, quick: bool) -> list[Curve]:
+    """Records under bulk load whose results are kept for a second: their number and bytes reach a level and stay."""
+    counts: list[tuple[float, float]] = []
+    sizes: list[tuple[float, float]] = []
+    done, began = 0, time.perf_counter()
+    for at_s in (2, 4) if quick else (2, 10, 20, 40):
+        while time.perf_counter() < began + at_s:
+            await storage.enqueue(QUEUE, make(MAX_ITEMS))
+            claim = await storage.claim(QUEUE, MAX_ITEMS, worker=WORKER, lease_ms=LEASE_MS)
+            ended = [Complete(job.id, _fence(job), b"1", result_ttl_ms=1_000) for job in claim.jobs]
+            await storage.settle(QUEUE, ended, worker=WORKER)
+            done += len(ended)
+            await asyncio.sleep(0.02)
+        (stats,) = (await storage.snapshot()).queues
+        counts.append((done, stats.completed + stats.expired))
+        sizes.append((done, int(server.info("memory")["used_memory"]) / 1e6))
+    (few, first), (many, last) = counts[0], counts[-1]
+    name = f"records kept for one second, after {many:,.0f} jobs against {few:,.0f}"
+    target = Judged(name, f"≤ {TIMES_MORE} ×", f"{last / first:.2f} ×", last / first <= TIMES_MORE)
+    return [
+        Curve("Records that expire under bulk load", "jobs run", "records", counts, target),
+        Curve("Memory while records expire", "jobs run", "MB of the server", sizes),
+    ]
 
 
 CPU = "µs of CPU, client and server"
@@ -240,7 +265,7 @@ async def curves(quick: bool) -> list[Curve]:
     """Each on a server of its own."""
     found: list[Curve] = []
     percentiles = ("--latency-tracking-info-percentiles", " ".join(map(str, PERCENTILES)))
-    for on_storage in (backlog, kept, payloads, due_at_once):
+    for on_storage in (backlog, kept, expiring, payloads, due_at_once):
         print(f"  {on_storage.__name__} …", flush=True)
         with Server("valkey", *percentiles) as server:
             async with connect(server.url) as storage:

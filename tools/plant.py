@@ -40,6 +40,7 @@ PYTEST = (
 
 CALLS = "test_redis_calls"
 LINES = "test_redis_lines"
+RETENTION = "test_retention"
 LEASES, UPDATES, ORDER, REMEMBERING = "test_leases", "test_updates", "test_order", "test_remembering"
 WORK_QUEUE, TRANSITIONS, CLOCK, WAITERS = "test_seeds_work_queue", "test_transitions", "test_clock", "test_waiters"
 CRASHES, LOCALE, HALF_STEPS = "redis/test_crashes", "redis/test_locale", "redis/test_half_steps"
@@ -205,9 +206,33 @@ BUGS = [
         "F-P22",
         "an enqueue deletes no expired records: they accumulate",
         "lua/enqueue.lua",
-        "  transaction.sweep_forgotten(tx, FORGET_ON_ENQUEUE)\n",
+        "  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)\n",
         "",
-        (REMEMBERING, "test_seeds_platformatic_storage"),
+        (REMEMBERING, "test_seeds_platformatic_storage", RETENTION),
+    ),
+    Bug(
+        "retention a",
+        "an enqueue deletes two expired records, however many it adds: they accumulate under bulk load",
+        "lua/enqueue.lua",
+        "FORGET_PER_ITEM * #ids",
+        "FORGET_PER_ITEM",
+        (RETENTION,),
+    ),
+    Bug(
+        "retention b",
+        "a settle deletes no expired records: they accumulate beside a busy worker",
+        "lua/verbs.lua",
+        "  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)\n",
+        "",
+        (RETENTION,),
+    ),
+    Bug(
+        "retention c",
+        "the time of the next record to delete is set too late: it is never deleted",
+        "lua/transaction.lua",
+        "score_at(tx.queue .. INDEXES[state], deleted)",
+        "score_at(tx.queue .. INDEXES[state], deleted + 1)",
+        (RETENTION, REMEMBERING),
     ),
     Bug(
         "F-P22 b",

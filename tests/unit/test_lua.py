@@ -112,7 +112,7 @@ def test_library_limits_and_enums_equal_those_of_python() -> None:
     assert lifecycle.DAMAGED.decode() in BODY
     assert constant("MAX_CALL_BYTES") == validation.MAX_CALL_BYTES
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
-    assert constant("FORGET_ON_ENQUEUE") == engine.FORGET_ON_ENQUEUE
+    assert constant("FORGET_PER_ITEM") == engine.FORGET_PER_ITEM
     assert constant("LAYOUT") == lua.LAYOUT
     assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}

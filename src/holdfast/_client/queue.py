@@ -81,6 +81,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
+    expired: int = 0
+    """Records past their time that are not deleted yet: the only count that has them."""
     oldest_ready_seconds: float = 0.0
     paused: bool = False
     reason: str = ""
@@ -319,8 +321,9 @@ class Queue:
         await self._session.storage.pause(self.name, False)
 
     async def sweep(self, *, worker: str | None = None) -> Swept:
-        """Take back expired leases and delete forgotten records. Workers do this too. With `worker`, take back all of
-        its leases now: only for a worker that is known to be dead, or runs may overlap."""
+        """Take back expired leases and delete forgotten records, at most 100 of each. Workers do this too, also idle
+        ones. With `worker`, take back all of its leases now: only for a worker that is known to be dead, or runs may
+        overlap."""
         return await self._session.storage.sweep(self.name, worker=worker)
 
     async def repair(self, *, dry_run: bool = False) -> Repaired:

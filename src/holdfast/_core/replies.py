@@ -109,6 +109,8 @@ class QueueStats(Value, frozen=True):
     completed: int = 0
     failed: int = 0
     cancelled: int = 0
+    expired: int = 0
+    """Finished records past their forget time that no sweep has deleted yet. No other count has them."""
     oldest_ready_ms: int = 0
     paused: bool = False
     reason: str = ""

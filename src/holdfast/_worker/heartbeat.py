@@ -2,7 +2,8 @@
 worker its leases.
 
 Every quarter of a lease it extends the leases that are held, announces the worker, and sweeps the queues from which the
-worker cannot claim now (a claim sweeps too). It passes what it learns to the worker's loop.
+worker cannot claim now (a claim sweeps too) and those with forgotten records. It passes what it learns to the worker's
+loop.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ class Heartbeat:
         self._beaten_at = float("-inf")
         self._failing = False
         self._stopping = False
-        self._snapshot: tuple[WorkerFacts, list[str]]
-        """The record of the worker, and the queues of which no further job fits. Written by the worker's loop twice per
-        beat, unless that is blocked; read by this thread."""
+        self._snapshot: tuple[WorkerFacts, list[str], list[str]]
+        """The record of the worker, the queues of which no further job fits, and all served queues. Written by the
+        worker's loop twice per beat, unless that is blocked; read by this thread."""
+        self._swept = 0
+        """How many served queues the beats have looked at: a worker of many queues looks at some of them per beat."""
         self._next_snapshot: asyncio.TimerHandle
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -107,7 +110,8 @@ class Heartbeat:
 
     def _make_snapshot(self) -> None:
         capacity = self._context.claimer.capacity
-        self._snapshot = (worker_facts(self._context.executor.name, capacity), capacity.full_queues())
+        facts = worker_facts(self._context.executor.name, capacity)
+        self._snapshot = (facts, capacity.full_queues(), list(capacity.served))
         if not self._stopping:
             self._next_snapshot = self._home.call_later(self._every_s / 2, self._make_snapshot)
 
@@ -225,9 +229,24 @@ class Heartbeat:
             _call_on(self._home, self._evicted)
 
     async def _sweep(self, storage: Storage) -> None:
-        for queue in await storage.ready(self._snapshot[1][:MAX_ITEMS]):
-            with suppress(QueueDamaged):  # The claimer reports it. The other queues must be swept.
-                await storage.sweep(queue)
+        """Take back expired leases and delete forgotten records, for at most a quarter of the time between two beats.
+        What is left is swept by the next beats."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._every_s / 4
+        _, full, served = self._snapshot
+        for queue in await storage.ready(full[:MAX_ITEMS]):
+            await self._sweep_queue(storage, queue, loop.time())
+        first = self._swept % max(len(served), 1)
+        looked_at = served[first : first + MAX_ITEMS]
+        self._swept = first + len(looked_at)
+        for queue in await storage.ready(looked_at, forgotten=True):
+            await self._sweep_queue(storage, queue, ends_at)
+
+    async def _sweep_queue(self, storage: Storage, queue: str, ends_at: float) -> None:
+        """Sweep a queue once, and again until nothing is left or it is `ends_at`."""
+        with suppress(QueueDamaged):  # The claimer reports it. The other queues must be swept.
+            while (await storage.sweep(queue)).more and asyncio.get_running_loop().time() < ends_at:
+                pass
 
     def _extends(self, run: Run) -> bool:
         """Whether to extend the lease of a run. A run that is long past its timeout loses it, even if the loop is

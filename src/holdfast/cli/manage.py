@@ -119,7 +119,7 @@ async def evict(app: Holdfast[None], worker: str, *, now: bool) -> None:
 async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | None, times: int | None) -> None:
     """Take back expired leases and delete expired records, in these queues or in all.
 
-    Workers and `lease` do this themselves. A separate sweep is for queues that are rarely leased from:
+    Workers do this themselves, also idle ones; enqueue and `lease` do a part. A separate sweep is for unused queues:
     holdfast sweep --every 10
     """
     if times is not None and every is None:

@@ -205,14 +205,14 @@ class Storage(ABC):
 
     # Reading
 
-    async def ready(self, queues: Sequence[str]) -> list[str]:
-        """Return the queues that have a job that is due, or a lease to take back. Changes nothing, and costs one call
-        for any number of queues (in a cluster, one for each)."""
+    async def ready(self, queues: Sequence[str], *, forgotten: bool = False) -> list[str]:
+        """Return the queues that have a job that is due, or a lease to take back; with `forgotten`, also those with
+        records to delete. Changes nothing, and costs one call for any number of queues (in a cluster, one for each)."""
         validation.check_queues(queues)
         if not queues:
             return []
         await self._ensure_open()
-        return await self._ready(queues)
+        return await self._ready(queues, forgotten)
 
     async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         """Read records."""
@@ -306,7 +306,7 @@ class Storage(ABC):
     @abstractmethod
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired: ...
     @abstractmethod
-    async def _ready(self, queues: Sequence[str]) -> list[str]: ...
+    async def _ready(self, queues: Sequence[str], forgotten: bool) -> list[str]: ...
     @abstractmethod
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]: ...
     @abstractmethod

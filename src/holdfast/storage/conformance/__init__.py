@@ -30,7 +30,10 @@ try:
 except ImportError as error:
     raise ImportError("holdfast.storage.conformance needs pytest: pip install pytest pytest-asyncio") from error
 
-MODULES = ("clock_steps", "clock_times", "deferred", "leases", "order", "queues", "reads", "ready", "updates")
+MODULES = (
+    *("clock_steps", "clock_times", "deferred", "leases", "order", "queues", "reads", "ready", "retention"),
+    "updates",
+)
 """Modules with tests. Each takes the fixtures `stage`, `clock` and `harness`."""
 
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("verbs", *MODULES)))

@@ -28,8 +28,9 @@ T = TypeVar("T")
 
 SWEEP_ON_CLAIM = 10
 """The most leases, and the most finished records, that a claim sweeps."""
-FORGET_ON_ENQUEUE = 2
-"""The most finished records that an enqueue call forgets, so that a queue without workers stays bounded."""
+FORGET_PER_ITEM = 2
+"""The most finished records that an enqueue or a settle call deletes for each of its items. More records are deleted
+than added, so a queue stays bounded with producers alone, and with workers alone."""
 
 
 class Engine:
@@ -49,7 +50,7 @@ class Engine:
 
     def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
         transaction = self._create(queue)
-        transaction.sweep_forgotten(FORGET_ON_ENQUEUE)
+        transaction.sweep_forgotten(FORGET_PER_ITEM * len(jobs))
         results = _start(transaction, jobs) or _enqueue(transaction, jobs)
         transaction.close()
         return results
@@ -71,17 +72,19 @@ class Engine:
             paused,
         )
 
-    def ready(self, queues: Sequence[str]) -> list[str]:
-        return [queue for queue in queues if self._is_ready(queue)]
+    def ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
+        return [queue for queue in queues if self._is_ready(queue, forgotten)]
 
-    def _is_ready(self, queue: str) -> bool:
+    def _is_ready(self, queue: str, forgotten: bool) -> bool:
         try:
             transaction = self._begin(queue)
         except QueueDamaged:
             return True  # The claim of this queue says what is wrong, and no other queue is held up.
         next_run_at = None if transaction.meta.paused else self.table.next_run_at(queue)
         times = (self.table.next_sweep_at(queue), next_run_at)
-        return any(at is not None and at <= transaction.now for at in times)
+        if any(at is not None and at <= transaction.now for at in times):
+            return True
+        return forgotten and bool(transaction.past_forget_time(1))
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease jobs that are due. First a job that is not due by wall time, because the clock stepped back, moves to
@@ -100,6 +103,7 @@ class Engine:
 
     def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
         transaction = self._begin(queue)
+        transaction.sweep_forgotten(FORGET_PER_ITEM * len(batch))
         records = transaction.load([item.id for item in batch])
         results: list[replies.SettleResult] = []
         follow_ups: list[Request] = []
@@ -207,6 +211,7 @@ class Engine:
             completed=counts.get(State.COMPLETED, 0) - past[State.COMPLETED],
             failed=counts.get(State.FAILED, 0) - past[State.FAILED],
             cancelled=counts.get(State.CANCELLED, 0) - past[State.CANCELLED],
+            expired=sum(past.values()),
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=meta.paused,
             reason=meta.reason,
@@ -382,8 +387,8 @@ class LocalStorage(Storage):
     async def _evict(self, worker: str) -> bool:
         return await self._step(lambda engine: engine.evict(worker))
 
-    async def _ready(self, queues: Sequence[str]) -> list[str]:
-        return await self._step(lambda engine: engine.ready(queues), writes=False, items=len(queues))
+    async def _ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
+        return await self._step(lambda engine: engine.ready(queues, forgotten), writes=False, items=len(queues))
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))

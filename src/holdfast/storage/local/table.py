@@ -195,11 +195,16 @@ class QueueTransaction:
             (stalled if step.kinds else overdue).append(job.id)
         return overdue, stalled, len(jobs) == limit
 
-    def sweep_forgotten(self, limit: int) -> int:
+    def past_forget_time(self, limit: int) -> list[Job]:
         jobs: list[Job] = []
         for state in _FINISHED:
             if self.meta.counts.get(state) and len(jobs) < limit:
                 jobs += self.table.upto(self.queue, state, self.now, limit - len(jobs))
+        return jobs
+
+    def sweep_forgotten(self, limit: int) -> int:
+        """Delete records past their forget time, at most `limit`. Return how many were past it."""
+        jobs = self.past_forget_time(limit)
         for job in jobs:
             if lifecycle.forgotten(job, self.now):
                 self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))

@@ -209,12 +209,14 @@ class RedisStorage(Storage):
             await self._calls.call(self._key(queue), "repair", tuple(garbled))
         return replies.Claim(jobs, now, _time(next_run_at), _time(next_sweep_at), bool(paused))
 
-    async def _ready(self, queues: Sequence[str]) -> list[str]:
+    async def _ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
         keys = [self._key(queue) for queue in queues]
         if self._servers.clustered:
-            codes = b"".join(await asyncio.gather(*(self._calls.read(key, "ready", key) for key in keys)))
+            codes = b"".join(
+                await asyncio.gather(*(self._calls.read(key, "ready", int(forgotten), key) for key in keys))
+            )
         else:
-            codes = await self._calls.read(keys[0], "ready", *keys)
+            codes = await self._calls.read(keys[0], "ready", int(forgotten), *keys)
         return [queue for queue, code in zip(queues, codes, strict=True) if code == _READY]
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[SettleResult]:

@@ -157,6 +157,7 @@ def queue_stats(queue: str, reply: codec.StatsReply, workers: Sequence[WorkerInf
         completed=sizes[State.COMPLETED] - forgotten[State.COMPLETED],
         failed=sizes[State.FAILED] - forgotten[State.FAILED],
         cancelled=sizes[State.CANCELLED] - forgotten[State.CANCELLED],
+        expired=sum(forgotten.values()) - forgotten[State.RUNNING],
         oldest_ready_ms=max(0, reply.now - reply.oldest) // 1000,
         paused=bool(reply.paused),
         reason=reply.reason.decode(errors="replace"),

@@ -46,7 +46,7 @@ end
 function VERBS.enqueue()
   local ids, heads, replies, outcomes = transaction.ids_from(FIRST_ARG, REQUEST_ARGS), {}, {}, {}
   local tx = transaction.open(QUEUE)
-  transaction.sweep_forgotten(tx, FORGET_ON_ENQUEUE)
+  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)
   enqueue.all(tx, ids, function(at)
     local first = FIRST_ARG + REQUEST_ARGS * (at - 1)
     local head = ARGS[first + 1]

@@ -10,16 +10,17 @@ local function time_of(queue)
   return meta[LAST_AT], meta[SKEW], meta
 end
 
--- One character per queue: 1 if it has a job that is due or a lease to take back. A queue whose metadata cannot be read is
+-- One character per queue: 1 if it has a job that is due, a lease to take back, or (if asked) a record to forget. A queue whose metadata cannot be read is
 -- 1 as well: the claim of that queue then returns the error, and other queues are not affected.
 function VERBS.ready()
-  local replies = {}
-  for at = FIRST_ARG, #ARGS do
+  local replies, forgotten = {}, ARGS[FIRST_ARG] == '1'
+  for at = FIRST_ARG + 1, #ARGS do
     local ok, now, _, meta = pcall(time_of, ARGS[at])
     local tx = {queue = ARGS[at], meta = meta}
     local run_at = meta and meta[PAUSED] == 0 and leases.next_run_at(tx)
     local sweep_at = meta and leases.next_sweep_at(tx)
     local is_ready = not ok or (run_at and run_at <= now) or (sweep_at and sweep_at <= now)
+      or (forgotten and meta and meta[FORGET_AT] <= now)
     replies[#replies + 1] = is_ready and '1' or '0'
   end
   return table.concat(replies)

@@ -241,33 +241,35 @@ local function upto(tx, state, limit)
   return call('ZRANGEBYSCORE', tx.queue .. INDEXES[state], '-inf', tx.now, 'LIMIT', 0, limit)
 end
 
-local function first_score(key)
-  return tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
+local function score_at(key, rank)
+  return tonumber(call('ZRANGE', key, rank, rank, 'WITHSCORES')[2])
 end
 
--- Delete finished records whose time is over. FORGET_AT is the earliest such time: it may be too early, never too late.
+local function first_score(key)
+  return score_at(key, 0)
+end
+
+-- Delete finished records whose time is over, at most `limit`. FORGET_AT is the earliest such time: it may be too early,
+-- never too late. It is set again when no more records are past their time.
 function transaction.sweep_forgotten(tx, limit)
   if tx.now < tx.meta[FORGET_AT] then return 0 end
-  local met = 0
+  local met, next_at = 0, NEVER
   for state = COMPLETED, CANCELLED do
     local ids = met < limit and upto(tx, state, limit - met) or {}
-    local entries = load(tx, ids)
+    local entries, deleted = load(tx, ids), 0
     for _, id in ipairs(ids) do
       local entry = entries[id]
       if entry.job and lifecycle.forgotten(entry.job, tx.now) then
         record_change(tx, entry, nil, KIND.FORGOTTEN)
+        deleted = deleted + 1
       else
         transaction.remove_stray(tx, entry, INDEXES[state], id)
       end
     end
     met = met + #ids
+    if met < limit then next_at = min(next_at, score_at(tx.queue .. INDEXES[state], deleted) or NEVER) end
   end
-  if met == 0 then
-    tx.meta[FORGET_AT] = NEVER
-    for state = COMPLETED, CANCELLED do
-      tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], first_score(tx.queue .. INDEXES[state]) or NEVER)
-    end
-  end
+  if met < limit then tx.meta[FORGET_AT] = next_at end
   return met
 end
 

@@ -151,6 +151,7 @@ function VERBS.settle()
   local ids = ids_from(first, SETTLEMENT_ARGS)
   local tx = transaction.find(QUEUE)
   if not tx then return {0, string.rep('0', #ids)} end
+  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)
   local holder = pack('<I2', #worker) .. worker -- as a lease has it
   local raws, runs = transaction.records(QUEUE, ids)
   for at = 1, #ids do
