@@ -60,6 +60,12 @@ class Receiver:
             self.link.send(self.instead)
 
 
+def read(link: ChildChannel[FromChild], data: bytes) -> None:
+    """Have a link read some bytes, as an event loop does it. They fit into the buffer."""
+    link.get_buffer(-1)[: len(data)] = data
+    link.buffer_updated(len(data))
+
+
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[Receiver, socket.socket]]:
     """A link, and a bare socket at its other end."""
@@ -265,7 +271,7 @@ def test_random_bytes_only_end_the_link(pieces: list[bytes]) -> None:
         receiver = Receiver()
         for piece in pieces:
             if not receiver.broken:
-                receiver.link.data_received(piece)
+                read(receiver.link, piece)
 
     asyncio.run(feed())
 
@@ -280,7 +286,7 @@ def test_messages_arrive_for_any_split_of_their_bytes(data: st.DataObject) -> No
     async def feed() -> None:
         receiver = Receiver()
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-            receiver.link.data_received(stream[start:end])
+            read(receiver.link, stream[start:end])
         assert (receiver.heard, receiver.broken, receiver.link.part_since) == (said, [], None)
 
     asyncio.run(feed())

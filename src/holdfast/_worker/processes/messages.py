@@ -19,6 +19,8 @@ from holdfast._core.retry_policy import Ended, QueueConfig, StopReason
 from holdfast._worker.logs import Logs
 from holdfast._worker.telemetry import RunEvent
 
+READ_BYTES = 65_536
+"""Size of the read buffer of a channel."""
 MAX_FRAME_BYTES = 1 << 26
 """Largest frame, 64 MiB, unless the storage allows payloads that need more: see `frame_limit`."""
 _LENGTH = struct.Struct("!I")
@@ -174,8 +176,11 @@ class ChannelOwner(Protocol[M]):
         """A message cannot be encoded, or is too long."""
 
 
-class ChildChannel(asyncio.Protocol, Generic[M]):
-    """One end of a socket pair, on an event loop. Messages sent within one turn of the loop share a frame."""
+class ChildChannel(asyncio.BufferedProtocol, Generic[M]):
+    """One end of a socket pair, on an event loop. Messages sent within one turn of the loop share a frame.
+
+    All reads use one buffer: without it, asyncio allocates 256 KiB per read, which costs up to 20 µs a frame.
+    """
 
     def __init__(self, reads: Any, owner: ChannelOwner[M]) -> None:
         """`reads` is the union of the messages that come from the other end."""
@@ -183,7 +188,9 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         self._owner = owner
         self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[reads])
         self._transport: asyncio.Transport | None = None
+        self._view = memoryview(bytearray(READ_BYTES))
         self._buffer = bytearray()
+        """Bytes that were read, from the beginning of a frame."""
         self._out: list[Any] = []
         self.part_since: float | None = None
         """When the last bytes of an incomplete frame came."""
@@ -222,8 +229,11 @@ class ChildChannel(asyncio.Protocol, Generic[M]):
         if self._transport is not None:
             self._transport.abort()
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._buffer += self._view[:nbytes]
         at = 0
         while len(self._buffer) - at >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._buffer, at)
