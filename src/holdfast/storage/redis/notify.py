@@ -50,6 +50,8 @@ class PubSubListener(ReconnectingConnection):
         """Subscribe to a channel. Returns when the server has confirmed the subscription."""
         self._channels[channel] += 1
         confirmed = self._confirmed.get(channel)
+        if confirmed is not None and confirmed.is_set() and not self._closed:
+            return
         if confirmed is None:
             confirmed = self._confirmed[channel] = asyncio.Event()
             if self._raw is not None:
