@@ -17,7 +17,7 @@ from holdfast._core.events import POLL_INTERVAL_S, Event, EventKind, Topic
 from holdfast._core.jobs import Job, Release
 from holdfast._core.replies import Claim
 from holdfast._core.retry_policy import QueueConfig, admit, fence_of
-from holdfast._worker.executor import Run, wait_at_most
+from holdfast._worker.executor import Run
 from holdfast._worker.settler import GIVE_UP_S, TRY_AGAIN_S, PendingSettlement
 from holdfast._worker.telemetry import RunEvent
 from holdfast.storage.validation import batches
@@ -58,11 +58,11 @@ class Claimer:
         self._subscribe()
 
     def settled(self, queue: str) -> None:
-        """Jobs of a queue were settled: one of them may be ready again."""
+        """Jobs of a queue were settled: a burst looks whether one of them is ready again, or whether it is over."""
         if self._settings.burst:
             self.capacity.wake(queue)
             self._look_again = True
-        self.changed.set()
+            self.changed.set()
 
     # From start to end
 
@@ -101,8 +101,10 @@ class Claimer:
                 for queue in self.capacity.served:
                     self.capacity.wake(queue)
                 continue
-            wait_s = min(next_poll_at, self.capacity.next_claim_at(now)) - loop.time()
-            await wait_at_most(min(max(wait_s, 0.0), POLL_INTERVAL_S), self.changed)
+            wake_at = min(next_poll_at, self.capacity.next_claim_at(now), now + POLL_INTERVAL_S)
+            timer = loop.call_at(wake_at, self.changed.set)  # It costs less than `asyncio.timeout`.
+            await self.changed.wait()
+            timer.cancel()
 
     def _start(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         assert self._tasks is not None
@@ -120,9 +122,12 @@ class Claimer:
 
     # Claims
 
-    def _claim_what_fits(self, now: float) -> None:
-        for order in self.capacity.plan(now) if self._context.heartbeat.is_heard else ():
+    def _claim_what_fits(self, now: float) -> bool:
+        """Start claims, each of which sets `changed` at its end. Returns False if none was started."""
+        orders = self.capacity.plan(now) if self._context.heartbeat.is_heard else []
+        for order in orders:
             self._start(self._claim(order), "claim")
+        return bool(orders)
 
     async def _claim(self, order: ClaimOrder) -> None:
         loop = asyncio.get_running_loop()
@@ -234,6 +239,5 @@ class Claimer:
     def _on_hint(self, event: Event) -> None:
         """A queue may have work: claim at once."""
         self.capacity.wake(event.queue)
-        if not self._context.stopping.is_set():
-            self._claim_what_fits(asyncio.get_running_loop().time())
-        self.changed.set()
+        if not (self._context.stopping.is_set() or self._claim_what_fits(asyncio.get_running_loop().time())):
+            self.changed.set()
