@@ -1,8 +1,8 @@
 """The limits: what a job costs when nothing is done but what the storage itself has to do.
 
 `Functions` are those of Holdfast's own library, called over a blocking socket with hiredis; `Statements` are those that
-a queue on Holdfast's own SQLite schema must run. Nothing is checked, nothing is retried, nobody is told, and of a reply
-only ids and fences are read. No rival, but the floor that Holdfast is compared with.
+a queue on Holdfast's own SQLite schema must run. Nothing is checked or retried, no event is
+published, and of a reply only ids and fences are read. It is the lower limit with which Holdfast is compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Has a job become dearer? Script calls and bytes per job must be what they were, CPU not much more than it was.
+"""Does a job cost more than before? Script calls and bytes per job must not rise, CPU only within a tolerance.
 
-    ./dev bench check            compare with benchmarks/baseline.json; fails if something is worse
-    ./dev bench check --update   what was measured is the baseline from now on
+    ./dev bench check            compare with benchmarks/baseline.json; fail if something is worse
+    ./dev bench check --update   save the results as the baseline
 
-Calls and bytes do not depend on the machine, so they are compared exactly. CPU does: it is divided by what the same
-functions cost over a bare socket in the same seconds. Each figure is the least of some rounds: whatever else the
-machine has to do can only add to it.
+Calls and bytes do not depend on the machine and are compared exactly. CPU is divided by the cost of the same functions
+over a bare socket in the same seconds. Each figure is the lowest of several rounds, because other work on the machine
+can only add to it.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ async def drain(server: Server) -> Cost:
 
 
 def compare(now: dict[str, Row], before: dict[str, Row]) -> list[str]:
-    """What has become dearer, in words."""
-    worse = [f"{name}: there is no such row any more" for name in before.keys() - now.keys()]
+    """Descriptions of what costs more."""
+    worse = [f"{name}: this row is missing" for name in before.keys() - now.keys()]
     for name, new in now.items():
         old = before.get(name)
         if old is None:
-            worse.append(f"{name}: the baseline has no such row")
+            worse.append(f"{name}: the baseline lacks this row")
             continue
         if new.calls > old.calls:
             worse.append(f"{name}: {new.calls} calls a job, not {old.calls}")
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="./dev bench check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--update", action="store_true", help="what was measured is the baseline from now on")
+    parser.add_argument("--update", action="store_true", help="save the results as the baseline")
     update: bool = parser.parse_args().update
     now = asyncio.run(rows())
     for name, new in now.items():
@@ -136,7 +136,7 @@ def main() -> None:
         BASELINE.write_bytes(msgspec.json.format(msgspec.json.encode(now)) + b"\n")
         return
     worse = compare(now, msgspec.json.decode(BASELINE.read_bytes(), type=dict[str, Row]))
-    print("\n".join(worse) or "no job has become dearer")
+    print("\n".join(worse) or "no job costs more than before")
     sys.exit(bool(worse))
 
 

@@ -32,7 +32,7 @@ BATCH = 100
 DAY_MS = 86_400_000
 SETTLE_S = 1.5
 """Until a worker that has just started, or has just run a job, is idle."""
-TIMES_DEARER, TIMES_MORE, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 2, 10, 1.2, 3
+MAX_TIMES, TIMES_MORE, SLOWEST_MS, CLAIMS_A_JOB, IDLE_COMMANDS = 1.15, 2, 10, 1.2, 3
 """The targets: what may not be exceeded, however much there is."""
 QUEUES_RATE = 0.5
 """The least rate of a worker of 4,000 queues, compared with 100 queues."""
@@ -56,7 +56,7 @@ async def backlog(storage: Storage, server: Server, quick: bool) -> list[Curve]:
         await storage.enqueue(QUEUE, make(count))
 
     points = await _beside(storage, server, quick, queue)
-    return [Curve("A job beside a backlog", "jobs queued", CPU, points, _dearer("queued", points))]
+    return [Curve("A job beside a backlog", "jobs queued", CPU, points, _flat_enough("queued", points))]
 
 
 async def kept(storage: Storage, server: Server, quick: bool) -> list[Curve]:
@@ -69,7 +69,7 @@ async def kept(storage: Storage, server: Server, quick: bool) -> list[Curve]:
         await storage.settle(QUEUE, done, worker=WORKER)
 
     points = await _beside(storage, server, quick, finish)
-    return [Curve("A job beside finished records", "records kept", CPU, points, _dearer("kept", points))]
+    return [Curve("A job beside finished records", "records kept", CPU, points, _flat_enough("kept", points))]
 
 
 async def expiring(storage: Storage, server: Server, quick: bool) -> list[Curve]:
@@ -117,11 +117,11 @@ async def _beside(
     return points
 
 
-def _dearer(what: str, points: list[tuple[float, float]]) -> Judged:
-    """The most against ten thousand, or against the least in a quick run."""
+def _flat_enough(what: str, points: list[tuple[float, float]]) -> Judged:
+    """The cost at the largest size against ten thousand, or against the smallest size in a quick run."""
     (few, base), (many, cost) = points[-3 if len(points) > 2 else 0], points[-1]
     name = f"{many:,.0f} {what} against {few:,.0f}, cost per job"
-    return Judged(name, f"≤ {TIMES_DEARER} ×", f"{cost / base:.2f} ×", cost / base <= TIMES_DEARER)
+    return Judged(name, f"≤ {MAX_TIMES} ×", f"{cost / base:.2f} ×", cost / base <= MAX_TIMES)
 
 
 async def payloads(storage: Storage, _: Server, quick: bool) -> list[Curve]:

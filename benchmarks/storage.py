@@ -280,7 +280,7 @@ ROWS: dict[str, tuple[int, Loop]] = {
 
 
 class Cost(msgspec.Struct):
-    """Medians of the rounds. A ratio is the median of the rounds' own ratios: above 1, this is dearer than its base."""
+    """Medians of the rounds. A ratio is the median of the rounds' ratios: above 1, this costs more than the base."""
 
     jobs_per_s: float
     cpu_us: float

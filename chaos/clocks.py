@@ -14,8 +14,8 @@ class SharedClock:
     """The system's clock plus an offset in a file of eight bytes: a step is seen at once by all who have the file open.
 
     On SQLite it is read inside each transaction. On Redis and Valkey every client sends its reading with the call, so
-    one that was on its way during a step arrives with the time before it; a test that must not have that lets nobody
-    send for a moment.
+    one that was on its way during a step arrives with the time before it; a test that must avoid this stops all
+    calls for a moment.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -32,11 +32,11 @@ class SharedClock:
         self._offset_us[0] += round(seconds * 1_000_000)
 
     def set(self, offset_s: float) -> None:
-        """Be off by so much."""
+        """Set the offset."""
         self._offset_us[0] = round(offset_s * 1_000_000)
 
 
 def clock_of_the_test() -> SharedClock | None:
-    """The clock that the environment names, if it names one."""
+    """The clock of the file in the environment variable, if it is set."""
     path = os.environ.get(PATH)
     return None if path is None else SharedClock(path)

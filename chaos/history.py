@@ -1,8 +1,8 @@
-"""What happened, as those who were there wrote it down: outside of the storage, each process in a file of its own.
+"""The history of a run: one line for each thing that happened, in files outside the storage, one file per process.
 
-A line is written in one go before its process goes on, so a process that is killed leaves all that it has seen. All
-times are of the host's monotonic clock, which its processes share; fences, generations and `run_at` are stamps of the
-storage. Something that may not come to an end is written twice: as it begins, and as it ends.
+A line is written with one system call before its process continues, so a killed process leaves all lines but perhaps
+half of its last. Times are of the monotonic clock, which all processes of a host share. Fences, generations and
+`run_at` are stamps of the storage. A call has two lines: one before it is sent, one when its reply has arrived.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from chaos.setting import HISTORY
+from chaos.settings import HISTORY
 
 
 class Line(msgspec.Struct, tag_field="what", omit_defaults=True, kw_only=True):
     at: float = 0.0
     pid: int = 0
+    """Process id, or the number of a worker that shares its process with others (`numbers`)."""
 
 
 class Beginning(Line):
@@ -28,7 +29,7 @@ class Beginning(Line):
 
 
 class Ending(Line):
-    """What became of the beginning with the same number, in the same process."""
+    """The end of the call with the same number, in the same process."""
 
     call: int
 
@@ -39,17 +40,17 @@ class Asking(Beginning, tag="asking"):
     queue: str
     ids: list[str]
     tokens: list[str]
-    """One of each payload: what its run must get to see."""
+    """Token in each payload, which the run must see."""
+    keeps_payload: bool = False
+    """The requests are updates that keep the stored payload and priority, if there are any."""
     delays_ms: list[int] = []
     run_ats: list[int] = []
-    """Wall times that were asked for; 0 where there was none."""
+    """Requested wall times; 0 for none."""
     priorities: list[int] = []
-    updates: bool = False
-    waits: bool = False
 
 
 class Asked(Ending, tag="asked"):
-    """An enqueue was answered: what was done, and which generation it is."""
+    """The reply to an enqueue: what was done, and the generation."""
 
     placed: list[str] = []
     generations: list[int] = []
@@ -88,13 +89,15 @@ class Started(Line, tag="started"):
     attempt: int
     kind: str
     token: str = ""
-    """Of the payload that it got."""
+    """Token of the payload that the handler got."""
     overlaps: bool = False
-    """Another run of this id is going on: it holds the lock of the id."""
+    """Another run holds the lock of this id."""
     worker: str = ""
 
 
 class Ended(Line, tag="ended"):
+    """A handler ends: `ok`, or the name of the exception."""
+
     queue: str
     id: str
     fence: int
@@ -130,23 +133,24 @@ class Cancelled(Ending, tag="cancelled"):
 
 
 class Waiting(Beginning, tag="waiting"):
-    """Somebody begins to wait for a result."""
+    """A caller begins to wait for a result."""
 
     queue: str
     id: str
     seconds: float
     expected: str
+    """The expected answer. Empty if the answer may come from another request of the same id."""
 
 
 class Waited(Ending, tag="waited"):
     how: str
-    """The name of the error, or `answer`."""
+    """`answer`, or the name of the exception."""
     answer: str = ""
-    said: str = ""
+    message: str = ""
 
 
-class Told(Line, tag="told"):
-    """A fail handler was told of a failure."""
+class FailureReported(Line, tag="failure reported"):
+    """A fail handler got a failure."""
 
     queue: str
     id: str
@@ -155,35 +159,38 @@ class Told(Line, tag="told"):
 
 
 class Fault(Line, tag="fault"):
-    """The nemesis did something to somebody: to a process (`target`), or to all (0)."""
+    """A fault was injected into a process (`target`) or into everything (0)."""
 
     kind: str
     target: int = 0
     until: float = 0.0
-    hit: bool = True
-    """It met something: a running job, bytes on their way."""
     detail: str = ""
 
 
 class Stalled(Line, tag="stalled"):
-    """A job was taken back from a worker that was not heard of, or whose child had died. A hint: some are missed."""
+    """The storage published that a job was taken back. Some of these events are missed."""
 
     queue: str
     id: str
 
 
+class Sample(Line, tag="sample"):
+    """Ready jobs and number of claims of each queue at one moment."""
+
+    queues: dict[str, tuple[int, int]]
+
+
 class Kept(Line, tag="kept"):
-    """What the storage has of an id in the end."""
+    """The record of an id at the end of the run."""
 
     queue: str
     id: str
     generation: int
     state: str
-    previous: int = 0
 
 
 class Closing(Line, tag="closing"):
-    """The end of a run: how long it took until all was quiet, and what was left over."""
+    """The end of a run: how long it took until no job was left, and what was found then."""
 
     drained_s: float
     drained: bool
@@ -206,18 +213,21 @@ AnyLine = (
     | Cancelled
     | Waiting
     | Waited
-    | Told
+    | FailureReported
     | Fault
     | Stalled
+    | Sample
     | Kept
     | Closing
 )
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(AnyLine).decode
+numbers: dict[str, int] = {}
+"""Numbers of the workers that share this process, by name. Claims and runs have them instead of the process id."""
 
 
-class Pen:
+class Writer:
     """Writes the lines of one process."""
 
     def __init__(self, folder: Path) -> None:
@@ -232,32 +242,37 @@ class Pen:
         os.write(self._file, _encode(line) + b"\n")
 
     def number(self) -> int:
-        """A number for something that has a beginning and an end."""
+        """A number for a call, which its two lines share."""
         self._calls += 1
         return self._calls
 
 
-_pens: dict[int, Pen] = {}
+_writers: dict[int, Writer] = {}
 
 
-def pen() -> Pen:
-    """The pen of this process; a forked child has another than its parent. Threads may call this for the first time at
-    the same moment: all of them get the pen that was stored first."""
+def writer() -> Writer:
+    """The writer of this process; a forked child has its own. If threads make the first call at the same moment, all of
+    them get the writer that was stored first."""
     pid = os.getpid()
-    if pid not in _pens:
-        _pens.setdefault(pid, Pen(Path(os.environ[HISTORY])))
-    return _pens[pid]
+    if pid not in _writers:
+        _writers.setdefault(pid, Writer(Path(os.environ[HISTORY])))
+    return _writers[pid]
+
+
+def forget_writer() -> None:
+    """Open a new file at the next line: the folder of the history has changed."""
+    _writers.pop(os.getpid(), None)
 
 
 def read(folder: Path) -> Iterator[Any]:
-    """All lines, those of each process in their order."""
+    """All lines; the lines of one process are in order."""
     for lines in read_each(folder):
         yield from lines
 
 
 def read_each(folder: Path) -> Iterator[Iterator[Any]]:
-    """The same, process by process: a number of a process may come again. The last line of one that was killed may be
-    cut off."""
+    """The lines of each process: call numbers and process ids may repeat in another. A last line that was cut off is
+    left out."""
     for file in sorted(folder.glob("*.jsonl")):
         *lines, _ = file.read_bytes().split(b"\n")
         yield map(_decode, lines)

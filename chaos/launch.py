@@ -1,8 +1,8 @@
 """`holdfast`, recorded: `python -m chaos.launch worker chaos.tasks:app --processes 2`."""
 
-from chaos import recorded
+from chaos import recorder
 from holdfast.cli import main
 
 if __name__ == "__main__":
-    recorded.install()
+    recorder.install()
     main()

@@ -1,4 +1,4 @@
-"""Bugs that a run must find: each is an edit of a copy of Holdfast, on the storage where it does most harm."""
+"""Bugs that a run must find. Each is an edit of a copy of Holdfast, with the storage on which it does most harm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bug(NamedTuple):
 
 BUGS = {
     "unfenced settle": Bug(
-        "whoever asks may settle, also who has lost the lease",
+        "a worker that lost its lease may settle",
         "valkey",
         (
             Edit(
@@ -44,12 +44,12 @@ BUGS = {
         ),
     ),
     "one-step sweep": Bug(
-        "a lease that looks expired is taken back at once: after an outage, all of them",
+        "a lease that looks expired is taken back at once, which after an outage are all",
         "sqlite",
         (Edit("_core/lifecycle.py", "    if not run.overdue:\n", "    if False:\n"),),
     ),
     "claim reply not kept": Bug(
-        "a claim whose reply was lost is carried out again, and what it took first is nobody's",
+        "a claim whose reply was lost is carried out twice, and no worker has the first jobs",
         "valkey",
         (
             Edit(
@@ -72,7 +72,7 @@ BUGS = {
         ),
     ),
     "forget without waiter check": Bug(
-        "an outcome that somebody waits for is forgotten like any other",
+        "an outcome with a waiter is forgotten like any other",
         "sqlite",
         (
             Edit(
@@ -86,7 +86,7 @@ BUGS = {
 
 
 def is_found(name: str, seconds: float, say: Callable[[str], object]) -> bool:
-    """Does a run with this bug turn red, and for a broken promise?"""
+    """Does a run with this bug break a rule?"""
     bug = BUGS[name]
     with tempfile.TemporaryDirectory(prefix="holdfast-planted-") as folder:
         copy = Path(folder) / "src"
@@ -94,7 +94,7 @@ def is_found(name: str, seconds: float, say: Callable[[str], object]) -> bool:
         for edit in bug.edits:
             file = copy / "holdfast" / edit.file
             text = file.read_text()
-            assert text.count(edit.old) == 1, f"{name}: {edit.file} has not one {edit.old!r} any more"
+            assert text.count(edit.old) == 1, f"{name}: {edit.file} does not contain {edit.old!r} exactly once"
             file.write_text(text.replace(edit.old, edit.new))
         say(f"{name}, on {bug.storage}: {bug.breaks}")
         out = Path(folder) / "out"
@@ -108,9 +108,9 @@ def is_found(name: str, seconds: float, say: Callable[[str], object]) -> bool:
         )
         reports = list(out.glob("*.json"))
         if not reports:
-            say("  the run broke down")
+            say("  the run failed")
             return False
         report = msgspec.json.decode(reports[0].read_bytes(), type=Report)
-        broken = {promise: count for promise, count in report.wrong_counts.items() if count}
+        broken = {rule: count for rule, count in report.wrong_counts.items() if count}
         say(f"  {report.verdict}")
         return bool(broken)

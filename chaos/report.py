@@ -1,4 +1,4 @@
-"""What a run has shown, as JSON for `merge` and as Markdown for people."""
+"""The report of a run, as JSON for `merge` and as Markdown for people."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 
 import msgspec
 
-from chaos.checker import PROMISES, Checker
+from chaos.checker import Checker
 from chaos.costs import RECOVERY_S, Costs
+from chaos.settings import DRAWN, PROFILES
+from chaos.verdict import RULES
 
-HANDLERS = ("throw", "permanent", "hang", "spin", "crash", "poison", "fork", "leak")
-EVERYWHERE = ("worker kill", "child kill", "worker freeze", "tree freeze", "child freeze", "clock jump")
 FAULTS = {
     "sqlite": (
         "worker kill",
@@ -28,11 +28,11 @@ FAULTS = {
     ),
 }
 SHOWN = 20
-"""Of each promise that was broken, so many cases are told."""
+"""Largest number of cases that are shown for each broken rule."""
 
 
 class Shard(msgspec.Struct, kw_only=True):
-    """How one run came about."""
+    """The parameters of one run."""
 
     storage: str
     server: str
@@ -40,6 +40,7 @@ class Shard(msgspec.Struct, kw_only=True):
     seconds: float
     commit: str
     python: str
+    profile: str = "all"
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -58,16 +59,21 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def never_hit(self) -> list[str]:
-        """Kinds of faults that could have happened, and met nothing."""
-        names = {shard.storage for shard in self.shards}
-        due = {fault for name in names for fault in FAULTS["sqlite" if name == "sqlite" else "server"]}
-        missing = [fault for fault in sorted(due) if not self.hits.get(fault)]
-        return missing + [f"handler: {kind}" for kind in HANDLERS if not self.kinds.get(kind)]
+        """Kinds of faults and handlers that the profile has, and that had no effect."""
+        faults: set[str] = set()
+        kinds: set[str] = set()
+        for shard in self.shards:
+            profile = PROFILES[shard.profile]
+            possible = set(FAULTS["sqlite" if shard.storage == "sqlite" else "server"])
+            faults |= possible if profile.faults is None else possible & profile.faults.keys()
+            kinds |= (DRAWN.keys() if "drawn" in profile.kinds else profile.kinds.keys()) - {"again"}
+        missing = [fault for fault in sorted(faults) if not self.hits.get(fault)]
+        return missing + [f"handler: {kind}" for kind in sorted(kinds) if not self.kinds.get(kind)]
 
     @property
     def unchecked(self) -> list[str]:
-        """Promises that nothing came up to check."""
-        return [promise for promise in PROMISES if not self.checks.get(promise)]
+        """Rules that were not checked."""
+        return [rule for rule in RULES if not self.checks.get(rule)]
 
     @property
     def green(self) -> bool:
@@ -75,24 +81,24 @@ class Report(msgspec.Struct, kw_only=True):
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The last line of the output."""
         jobs = f"{self.counts.get('jobs', 0):,} jobs, {self.counts.get('runs', 0):,} runs"
         if self.green:
-            return f"GREEN: {jobs}, {sum(self.faults.values()):,} faults, nothing lost, nothing done twice unexplained"
-        broken = [f"{promise} {count}" for promise, count in self.wrong_counts.items() if count]
-        missed = [f"never hit: {', '.join(self.never_hit)}"] if self.never_hit else []
-        unseen = [f"never checked: {', '.join(self.unchecked)}"] if self.unchecked else []
+            return f"GREEN: {jobs}, {sum(self.faults.values()):,} faults, no rule broken"
+        broken = [f"{rule} {count}" for rule, count in self.wrong_counts.items() if count]
+        missed = [f"without an effect: {', '.join(self.never_hit)}"] if self.never_hit else []
+        unseen = [f"not checked: {', '.join(self.unchecked)}"] if self.unchecked else []
         return f"RED: {jobs}: {'; '.join([*broken, *missed, *unseen])}"
 
 
 def of(checker: Checker, shard: Shard) -> Report:
-    verdict, costs = checker.verdict, Costs(checker.story)
+    verdict, costs = checker.verdict, Costs(checker.index)
     return Report(
         shards=[shard],
         counts=dict(verdict.counts),
-        checks={promise: verdict.checks[promise] for promise in PROMISES},
-        wrong={promise: cases[:SHOWN] for promise, cases in verdict.wrong.items()},
-        wrong_counts={promise: len(cases) for promise, cases in verdict.wrong.items()},
+        checks={rule: verdict.checks[rule] for rule in RULES},
+        wrong={rule: cases[:SHOWN] for rule, cases in verdict.wrong.items()},
+        wrong_counts={rule: len(cases) for rule, cases in verdict.wrong.items()},
         faults=dict(costs.faults),
         hits=dict(costs.hits),
         kinds=dict(costs.kinds),
@@ -113,8 +119,8 @@ def merged(reports: list[Report]) -> Report:
     wrong: dict[str, list[str]] = {}
     recoveries: dict[str, list[float]] = {}
     for report in reports:
-        for promise, cases in report.wrong.items():
-            wrong.setdefault(promise, []).extend(cases)
+        for rule, cases in report.wrong.items():
+            wrong.setdefault(rule, []).extend(cases)
         for kind, seconds in report.recoveries.items():
             recoveries[kind] = sorted([*recoveries.get(kind, []), *seconds])
     return Report(
@@ -150,16 +156,16 @@ def markdown(report: Report) -> str:
     lines += [f"| {s.storage} | {s.seed} | {s.seconds:.0f} | {s.server} | {s.commit} |" for s in report.shards]
     counts = ("jobs", "requests", "leases", "runs", "waits", "duplicates", "overlaps of others")
     lines += ["", ", ".join(f"{report.counts.get(name, 0):,} {name}" for name in counts), ""]
-    lines += ["| promise | checks | broken |", "|---|---|---|"]
+    lines += ["| rule | checks | broken |", "|---|---|---|"]
     lines += [f"| {name} | {count:,} | {report.wrong_counts.get(name, 0)} |" for name, count in report.checks.items()]
-    lines += ["", "| fault | times | met something |", "|---|---|---|"]
+    lines += ["", "| fault | times | with an effect |", "|---|---|---|"]
     lines += [f"| {kind} | {report.faults[kind]:,} | {report.hits.get(kind, 0):,} |" for kind in sorted(report.faults)]
     lines += ["", "Handlers: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(report.kinds.items()))]
-    lines += ["", "| runs that were done again, by what cost the first | |", "|---|---|"]
+    lines += ["", "| repeated runs, by the fault that cost the first | |", "|---|---|"]
     lines += [f"| {cause} | {count:,} |" for cause, count in sorted(report.duplicates.items())]
     lines += [
         "",
-        "| until it goes on, seconds | of | p50 | p99 | longest | limit at p99 |",
+        "| recovery in seconds | of | p50 | p99 | longest | limit at p99 |",
         "|---|---|---|---|---|---|",
     ]
     for kind, seconds in sorted(report.recoveries.items()):
@@ -169,12 +175,12 @@ def markdown(report: Report) -> str:
     late = report.waits
     if late:
         lines.append(
-            f"| late back from a wait | {len(late):,} | {at(late, 0.5):.2f} | {at(late, 0.99):.2f} | {late[-1]:.2f} | |"
+            f"| late after a timeout | {len(late):,} | {at(late, 0.5):.2f} | {at(late, 0.99):.2f} | {late[-1]:.2f} | |"
         )
     if report.excesses:
-        lines += ["", f"{len(report.excesses)} took longer than that:", ""]
+        lines += ["", f"{len(report.excesses)} took longer:", ""]
         lines += [f"- {excess}" for excess in report.excesses[:SHOWN]]
-    for promise, cases in report.wrong.items():
-        lines += ["", f"## {promise}: broken {report.wrong_counts[promise]} times", ""]
+    for rule, cases in report.wrong.items():
+        lines += ["", f"## {rule}: broken {report.wrong_counts[rule]} times", ""]
         lines += [f"- {case}" for case in cases[:SHOWN]]
     return "\n".join(lines) + "\n"

@@ -1,96 +1,64 @@
-"""The app under chaos. What a job does is said by whoever asks for it: mostly its work, now and then something that no
-handler should do. Every run writes down its start and its end; a singleton's holds a lock on its id meanwhile, which
-the kernel takes away when its process dies.
+"""The tasks of a run. A request names the kind of its handler: mostly `ok`, sometimes a kind that fails.
+
+`define` adds the tasks to an app; `app` is the app that worker processes load.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import fcntl
 import os
+import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from chaos import history, recorded
-from chaos.history import pen
-from chaos.setting import BLOCK_S, DAY_S, HISTORY, NAMESPACE, ending
-from holdfast import Failure, Holdfast, PermanentError, current_job
+from chaos import history
+from chaos.history import writer
+from chaos.recorder import install, recorded_run
+from chaos.settings import (
+    BLOCK_S,
+    CLOCK,
+    DAY_S,
+    DRAWN,
+    MIN_BACKOFF_S,
+    NAMESPACE,
+    UNIQUE_TTL_S,
+    Limits,
+    Program,
+    ending,
+    profile,
+)
+from holdfast import Failure, Holdfast, PermanentError, Retry, current_job
 
 LEAK_BYTES = 40_000_000
-recorded.install()
-
-app = Holdfast(namespace=NAMESPACE)
-
-QUICK: Any = {"timeout": 2, "cancel_grace": 0.3, "min_backoff": 0.05, "max_backoff": 0.5, "failure_ttl": DAY_S}
-LIMITS: Any = {"max_retries": 3, "max_stalls": 4, "max_timeouts": 2}
-
-
-@contextmanager
-def noted(kind: str, token: str, alone: bool = False) -> Iterator[None]:
-    """One run, as the checker will see it."""
-    job = current_job()
-    lock = os.open(Path(os.environ[HISTORY]) / f"{job.id}.lock", os.O_RDWR | os.O_CREAT) if alone else None
-    try:
-        overlaps = lock is not None and not _taken(lock)
-        pen().write(
-            history.Started(
-                queue=job.queue,
-                id=job.id,
-                generation=job.generation,
-                fence=job.fence,
-                attempt=job.attempt,
-                kind=kind,
-                token=token,
-                overlaps=overlaps,
-                worker=job.worker,
-            )
-        )
-        how = "ok"
-        try:
-            yield
-        except BaseException as error:
-            how = type(error).__name__
-            raise
-        finally:
-            pen().write(history.Ended(queue=job.queue, id=job.id, fence=job.fence, how=how))
-    finally:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # A fork of this process may have it, too.
-            os.close(lock)
-
-
-def _taken(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
+SLOW_S = 0.2
 leaked: list[bytearray] = []
 
 
 def misbehave(kind: str) -> None:
-    """What is the same on a loop and on a thread."""
+    """The kinds that are the same on an event loop and on a thread."""
+    attempt = current_job().attempt
     match kind:
         case "throw":
-            raise ValueError("as asked")
+            raise ValueError("as requested")
+        case "flaky" if attempt == 1:
+            raise ValueError("as requested")
         case "permanent":
-            raise PermanentError("as asked")
-        case "crash" if current_job().attempt < 3:
+            raise PermanentError("as requested")
+        case "retry" if current_job().retries < 2:
+            raise Retry(delay=0.03)
+        case "crash" if attempt < 3:
             sys.stdout.flush()
             (os.abort if os.getpid() % 3 else lambda: ctypes.string_at(0))()
         case "poison":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "spin" if current_job().attempt < 3:
+        case "spin" if attempt < 3:
             while True:
                 pass
+        case "block":
+            time.sleep(0.03)
         case "leak":
             leaked.append(bytearray(os.urandom(4096) * (LEAK_BYTES // 4096)))
         case "fork":
@@ -99,73 +67,121 @@ def misbehave(kind: str) -> None:
                 os._exit(0)
 
 
-async def act(kind: str, token: str, ms: float, alone: bool = False) -> str:
-    with noted(kind, token, alone):
-        await asyncio.sleep(ms / 1000)
-        misbehave(kind)
-        while kind == "hang":
+async def misbehave_on_the_loop(kind: str) -> None:
+    misbehave(kind)
+    match kind:
+        case "slow":
+            await asyncio.sleep(SLOW_S)
+        case "sleep":
+            await asyncio.sleep(60)
+        case "stubborn":
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                pass  # That is what makes it hang.
-        return token
+                await asyncio.sleep(SLOW_S)
+                raise
+    while kind == "hang":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass  # The run must not end when it is stopped.
 
 
-@app.task(name="work", result_ttl=DAY_S, **QUICK, **LIMITS)
-async def work(kind: str, token: str, ms: float = 0) -> str:
-    return await act(kind, token, ms)
+def chosen(kind: str) -> str:
+    """The kind of this run: `drawn` is another one at each run."""
+    return random.choices(list(DRAWN), list(DRAWN.values()))[0] if kind == "drawn" else kind
 
 
-@app.task(name="plain", queue_priority=200, result_ttl=DAY_S, **QUICK, **LIMITS)
-async def plain(kind: str, token: str, ms: float = 0) -> str:
-    """Nobody asks for trouble here: all trouble is the nemesis's."""
-    return await act(kind, token, ms)
+def answer(kind: str, token: str) -> str | None:
+    return None if kind == "nothing" else token
 
 
-@app.task(name="thread", size=20, result_ttl=DAY_S, **QUICK, **LIMITS)
-def thread(kind: str, token: str, ms: float = 0) -> str:
-    with noted(kind, token):
-        time.sleep(ms / 1000)
-        misbehave(kind)
-        if kind == "hang":
-            time.sleep(60)
-        return token
+async def act(kind: str, token: str, ms: float, *, lock: bool = False) -> str | None:
+    kind = chosen(kind)
+    with recorded_run(kind, token, lock=lock):
+        await asyncio.sleep(ms / 1000)
+        await misbehave_on_the_loop(kind)
+        return answer(kind, token)
 
 
-@app.task(name="question", queue_priority=150, **QUICK, **LIMITS)
-async def question(kind: str, token: str, ms: float = 0) -> str:
-    """Somebody waits for the answer, and nobody keeps it."""
-    return await act(kind, token, ms)
+def define(app: Holdfast[Any]) -> dict[str, Any]:
+    """Add all tasks to an app, and return them by name."""
+    limits = Program().limits
+    backoff: Any = {"min_backoff": MIN_BACKOFF_S, "max_backoff": 0.5}
+
+    def options(name: str, limit: Limits | None = None, **more: Any) -> Any:
+        retries, stalls, timeouts = limit or limits[name]
+        counts = {"max_retries": retries, "max_stalls": stalls, "max_timeouts": timeouts}
+        times = {"timeout": profile().timeout_s, "cancel_grace": 0.3, "failure_ttl": DAY_S, "result_ttl": DAY_S}
+        return {"name": name, **backoff, **counts, **times, **more}
+
+    @app.task(**options("work"))
+    async def work(kind: str, token: str, ms: float = 0) -> str | None:
+        return await act(kind, token, ms)
+
+    @app.task(**options("plain", queue_priority=200))
+    async def plain(kind: str, token: str, ms: float = 0) -> str | None:
+        return await act(kind, token, ms)
+
+    @app.task(**options("thread", size=20))
+    def thread(kind: str, token: str, ms: float = 0) -> str | None:
+        kind = chosen(kind)
+        with recorded_run(kind, token):
+            time.sleep(ms / 1000)
+            misbehave(kind)
+            if kind == "hang":
+                time.sleep(60)
+            return answer(kind, token)
+
+    @app.task(**options("question", queue_priority=150, result_ttl=3_600))
+    async def question(kind: str, token: str, ms: float = 0) -> str | None:
+        """A caller waits for the answer; the outcome may be forgotten at once."""
+        return await act(kind, token, ms)
+
+    @app.task(**options("single"), singleton="s{key}")
+    async def single(key: int, kind: str, token: str, ms: float = 0) -> str | None:
+        if kind == "again":
+            await single.using(delay=0.05).enqueue(key, "ok", f"{random.getrandbits(48):012x}")
+        return await act(kind, token, ms, lock=True)
+
+    @app.task(**options("unique", result_ttl=UNIQUE_TTL_S), unique="u{key}")
+    async def unique(key: int, kind: str, token: str, ms: float = 0) -> str | None:
+        return await act(kind, token, ms)
+
+    @app.task(name="once", delivery="at_most_once", timeout=profile().timeout_s, failure_ttl=DAY_S, result_ttl=DAY_S)
+    async def once(kind: str, token: str, ms: float = 0) -> str | None:
+        return await act(kind, token, ms)
+
+    @app.task(**options("block", Limits(3, 5, 2), concurrency=1, size=100, timeout=15))
+    async def block(kind: str, token: str, ms: float = 0) -> str | None:
+        """Blocks the event loop for longer than a lease."""
+        with recorded_run(kind, token):
+            time.sleep(BLOCK_S)  # noqa: ASYNC251  The worker must survive this.
+            return token
+
+    @app.task(**options("periodic", Limits(3, 4, 2)), singleton="p{key}")
+    async def periodic(key: int, number: int, token: str) -> None:
+        """Enqueues its own next run until the run of the program ends."""
+        with recorded_run("ok", token, lock=True):
+            if not ending().exists():
+                await periodic.using(delay=0.5).enqueue(key, number + 1, f"{number + 1:012x}")
+            await asyncio.sleep(0.005)
+
+    async def report(failure: Failure) -> None:
+        job = failure.job
+        with recorded_run("ok", ""):
+            reported = history.FailureReported(
+                queue=job.queue, id=job.id, generation=job.generation, kind=failure.error.kind
+            )
+            writer().write(reported)
+
+    tasks: tuple[Any, ...] = (work, plain, thread, question, single, unique, once, block, periodic)
+    for task in tasks:
+        task.on_failure(max_retries=100, max_stalls=100, max_timeouts=100, **backoff)(report)
+    return {task.name: task for task in tasks}
 
 
-@app.task(name="single", singleton="s{key}", result_ttl=DAY_S, **QUICK, **LIMITS)
-async def single(key: int, kind: str, token: str, ms: float = 0) -> str:
-    return await act(kind, token, ms, alone=True)
-
-
-@app.task(name="block", concurrency=1, size=100, timeout=15, max_stalls=5, result_ttl=DAY_S, failure_ttl=DAY_S)
-async def block(kind: str, token: str, ms: float = 0) -> str:
-    """Blocks the event loop that it is on for longer than a lease."""
-    with noted(kind, token):
-        time.sleep(BLOCK_S)  # noqa: ASYNC251 (that is the point)
-        return token
-
-
-@app.task(name="periodic", singleton="p{key}", result_ttl=DAY_S, **QUICK, **LIMITS)
-async def periodic(key: int, number: int, token: str) -> None:
-    """Asks for its own next run, until it is told not to."""
-    with noted("ok", token, alone=True):
-        if not ending().exists():
-            await periodic.using(delay=0.5).enqueue(key, number + 1, f"{number + 1:012x}")
-        await asyncio.sleep(0.005)
-
-
-async def told(failure: Failure) -> None:
-    of = failure.job
-    with noted("ok", ""):
-        pen().write(history.Told(queue=of.queue, id=of.id, generation=of.generation, kind=failure.error.kind))
-
-
-TASKS = (work, plain, thread, question, single, block, periodic)
-for task in TASKS:
-    task.on_failure(max_retries=100, max_stalls=100, max_timeouts=100, min_backoff=0.05, max_backoff=0.5)(told)
+if CLOCK in os.environ:  # In a process of ./dev chaos, not in a test.
+    install()
+    app = Holdfast(namespace=NAMESPACE)
+    tasks = define(app)

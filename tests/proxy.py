@@ -379,7 +379,7 @@ def parts(command: bytes) -> list[bytes]:
 
 
 def cut_off(buffer: bytearray, length: int) -> bytes:
-    """Take so many bytes from the buffer's beginning."""
+    """Take bytes from the start of the buffer."""
     data = bytes(memoryview(buffer)[:length])
     del buffer[:length]
     return data

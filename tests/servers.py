@@ -99,7 +99,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def start(self, seconds: float = 10) -> None:
-        """Start it again after `kill`, on the same port and directory. It may need so long to load what it has."""
+        """Start it again after `kill`, on the same port and directory. `seconds` is the limit for loading its data."""
         assert not self.running, f"{self.name} is running already"
         assert self.directory.exists(), f"{self.name} was stopped for good"
         self._process = self._spawn()

@@ -1,7 +1,7 @@
 """One system, once through: a client fills the queue, a worker empties it, stays idle, and answers.
 
-Every figure has a name that `figures.py` knows. What the system cannot do is left out; what fails ends the round for it
-and is told. Every step has a time limit, and every process that was started is killed at the end.
+Every figure has a name that `figures.py` knows. What the system cannot do is left out; a failure ends the
+round of the system and is reported. Every step has a time limit, and all started processes are killed at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.servers import LAUNCH, Server
 STEP_S = 90.0
 """No step may take longer."""
 STALL_S = 20.0
-"""A worker that begins no job for so long is stuck."""
+"""A worker that begins no job for this time is stuck."""
 SETTLE_S = 0.5
 """After the last job has begun: until what is sent in batches is sent."""
 WARM = 20
@@ -177,7 +177,7 @@ class _Round:
         self.figures["pickup_p99"] = waits[(len(waits) - 1) * 99 // 100]
 
     def ask(self, client: Process, do: str, count: int) -> dict[str, Any]:
-        """Ask for something with the next so many numbers."""
+        """Send a request with the next `count` numbers."""
         client.say({"do": do, "first": self.next, "count": count})
         self.next += count
         return client.answer(do)
@@ -195,7 +195,7 @@ class _Round:
             self.measured.commands[step] = per(calls, count)
 
     def wait_for_marks(self, worker: Process, count: int, pause_s: float) -> int:
-        """Until so many jobs have begun; how many have."""
+        """Wait until `count` jobs have begun. Returns how many have."""
         last, moved, deadline = -1, time.monotonic(), time.monotonic() + STEP_S
         while (seen := self.marks.read()) < count:
             now = time.monotonic()
@@ -339,7 +339,7 @@ class Process:
         return (errors or lines or ["it said nothing"])[-1].strip()[:300]
 
     def _tree(self) -> list[tuple[int, float]]:
-        """Process ids with CPU seconds: whoever is of our session, or descends from such a one."""
+        """Process ids with CPU seconds, of all processes of this session and their descendants."""
         found: dict[int, tuple[int, int, float]] = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit():

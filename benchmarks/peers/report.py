@@ -80,8 +80,8 @@ TABLES = (
             less("idle_commands", "with those in scripts"),
             less("idle_cpu", "idle worker CPU, %"),
         ),
-        "Commands are those that the server counts, those inside of scripts as well; only of an idle worker it is also "
-        "told what clients sent.",
+        "Commands are those that the server counts, including those inside scripts. For an idle worker the report also "
+        "has what clients sent.",
     ),
 )
 LIMITED = (

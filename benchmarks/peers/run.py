@@ -33,11 +33,11 @@ ROUNDS, SEED = 3, 20
 
 
 def options(page: Page, words: str | None) -> argparse.ArgumentParser:
-    """What every run can be told."""
+    """Options of every run."""
     parser = argparse.ArgumentParser(prog=page.command, description=words)
     parser.add_argument("--quick", action="store_true", help="one round of little: only to see that everything runs")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--jobs", type=int, metavar="N", help="at most so many jobs in a backlog")
+    parser.add_argument("--jobs", type=int, metavar="N", help="maximum number of jobs in a backlog")
     parser.add_argument("--seed", type=int, default=SEED, help="of the order of the systems")
     parser.add_argument("--server", choices=["valkey", "redis"], default="valkey", help="the system's own, if redis")
     parser.add_argument(
@@ -85,7 +85,7 @@ def run(
 
 
 def installed(systems: Sequence[System]) -> dict[str, Measured]:
-    """Install what is needed; what could not be is told as such, in every round."""
+    """Install the systems. Returns those that could not be installed, which every round reports."""
     missing: dict[str, Measured] = {}
     for system in systems:
         try:

@@ -92,7 +92,7 @@ SYSTEMS = (
         "with_huey.py",
         _HUEY,
         6_000,
-        note="4 threads, results told by BLPOP; a job that was taken is lost with its worker",
+        note="4 threads, results by BLPOP; a job that was taken is lost with its worker",
     ),
     System("celery, prefork", "with_celery.py", _CELERY, 2_000, note="2 processes"),
     System("celery, threads", "with_celery.py", _CELERY, 2_000, variant="threads", note="8 threads"),

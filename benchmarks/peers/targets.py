@@ -1,4 +1,4 @@
-"""What Holdfast shall reach beside the others, and whether it did. A missed target stays in the report."""
+"""Targets of Holdfast compared with other systems. A missed target stays in the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from benchmarks.peers.systems import HOLDFAST, HOLDFAST_SQLITE, LIMIT, System
 
 
 class Target(msgspec.Struct, frozen=True):
-    """What a figure of ours shall be: at most a number, or so many times better than another's."""
+    """A limit of a figure: at most a number, or a number of times better than another system."""
 
     what: str
     ours: str
@@ -63,7 +63,7 @@ TARGETS = (
 
 
 def judged(run: Run, systems: Sequence[System]) -> list[Judged]:
-    """One for each target; what cannot be judged is told as such."""
+    """The result of each target, also of those that could not be measured."""
     return [_judged(run, systems, target) for target in TARGETS]
 
 

@@ -1,4 +1,4 @@
-"""Huey: threads; on Redis, where a result is told to who waits for it, or on a SQLite file, where it is polled for."""
+"""Huey with threads: on Redis, where a result is pushed to its waiter, or on a SQLite file, where it is polled."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ async def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
     """Wait until something is so, and fail if it does not become so. `true` may be async."""
     deadline = asyncio.get_running_loop().time() + seconds
     while True:
-        told = true()
-        if await told if asyncio.iscoroutine(told) else told:
+        result = true()
+        if await result if asyncio.iscoroutine(result) else result:
             return
         assert asyncio.get_running_loop().time() < deadline, f"it did not happen within {seconds} s"
         await asyncio.sleep(0.01)

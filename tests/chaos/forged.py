@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos import history
-from chaos.checker import Checker, Verdict
+from chaos.checker import Checker
+from chaos.verdict import Verdict
 
-PRODUCER, CALLER, DIRECTOR = 1, 2, 3
+PRODUCER, CALLER, RUNNER = 1, 2, 3
 WORKER, CHILD = 100, 101
 OTHER, OTHERS_CHILD = 200, 201
 
@@ -46,7 +47,7 @@ class Lease:
         return settled
 
 
-class Tale:
+class Draft:
     """A history in the making: every method writes what one of those who take part would have written."""
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Tale:
         self.leases: dict[str, Lease] = {}
         self.waits: dict[str, tuple[history.Waiting, history.Waited | None]] = {}
         self.kept: dict[str, history.Kept] = {}
-        self.told: list[history.Told] = []
+        self.failures: list[history.FailureReported] = []
         self.faults: list[history.Fault] = []
         self.others: list[history.Line] = []
         self.closing: history.Closing | None = None
@@ -89,7 +90,6 @@ class Tale:
             delays_ms=[delay_ms],
             run_ats=[run_at],
             priorities=[priority],
-            updates=placed != "new",
         )
         asked = history.Asked(
             at=at + 0.001, pid=PRODUCER, call=call, placed=[placed], generations=[generation or us(at)]
@@ -120,7 +120,7 @@ class Tale:
         """Claimed at `at`, begun at once, over 100 ms later, and settled then; each of them only if it is named."""
         asking, asked = self.asks[of or name]
         generation = generation or (asked.generations[0] if asked is not None else us(asking.at))
-        run_at = run_at or generation + 1000 * asking.delays_ms[0]
+        run_at = run_at or asking.run_ats[0] or generation + 1000 * asking.delays_ms[0]
         queue, id, fence = asking.queue, asking.ids[0], us(at)
         claim = history.Claim(id, generation, fence, run_at, attempts, retries, stalls, timeouts, asking.priorities[0])
         lease = self.claim(name, at, queue, claim, worker)
@@ -173,20 +173,22 @@ class Tale:
 
     def keep(self, id: str, state: str, queue: str = "work", generation: int = 0) -> None:
         generation = generation or us(self.asks[id][0].at)
-        self.kept[id] = history.Kept(at=90, pid=DIRECTOR, queue=queue, id=id, generation=generation, state=state)
+        self.kept[id] = history.Kept(at=90, pid=RUNNER, queue=queue, id=id, generation=generation, state=state)
 
-    def tell(self, queue: str, id: str, generation: int, at: float) -> None:
-        told = history.Told(at=at, pid=CHILD, queue=queue, id=id, generation=generation, kind="permanent")
-        self.told.append(told)
+    def report_failure(self, queue: str, id: str, generation: int, at: float) -> None:
+        reported = history.FailureReported(
+            at=at, pid=CHILD, queue=queue, id=id, generation=generation, kind="permanent"
+        )
+        self.failures.append(reported)
 
     def fault(self, kind: str, target: int, at: float, until: float | None = None, detail: str = "") -> None:
         until = at if until is None else until
-        fault = history.Fault(at=at, pid=DIRECTOR, kind=kind, target=target, until=until, detail=detail)
+        fault = history.Fault(at=at, pid=RUNNER, kind=kind, target=target, until=until, detail=detail)
         self.faults.append(fault)
 
     def close(self, totals: dict[str, dict[str, int]]) -> None:
         self.closing = history.Closing(
-            at=99, pid=DIRECTOR, drained_s=1.5, drained=True, totals=totals, problems=[], leftovers=[]
+            at=99, pid=RUNNER, drained_s=1.5, drained=True, totals=totals, problems=[], leftovers=[]
         )
 
     def unheard_claim(self, queue: str, at: float, worker: int = WORKER) -> None:
@@ -203,7 +205,13 @@ class Tale:
         return waited
 
     def lines(self) -> list[history.Line]:
-        found: list[history.Line | None] = [*self.told, *self.faults, *self.others, *self.kept.values(), self.closing]
+        found: list[history.Line | None] = [
+            *self.failures,
+            *self.faults,
+            *self.others,
+            *self.kept.values(),
+            self.closing,
+        ]
         found += [line for pair in (*self.asks.values(), *self.waits.values()) for line in pair]
         for lease in self.leases.values():
             found += [lease.claiming, lease.claimed, lease.started, lease.ended]
@@ -213,62 +221,63 @@ class Tale:
     def checked(self) -> Checker:
         return Checker([self.lines()])
 
-    def judged(self) -> Verdict:
+    def verdict(self) -> Verdict:
         return self.checked().verdict
 
 
-def good() -> Tale:
+def good() -> Draft:
     """All is well: jobs that complete, are retried, fail, lose their worker, follow one another, are waited for, or are
     not due before a while."""
-    tale = Tale()
-    tale.ask("done", 1.0)
-    tale.lease("done", 1.1)
-    tale.keep("done", "completed")
+    draft = Draft()
+    draft.ask("done", 1.0)
+    draft.lease("done", 1.1)
+    draft.keep("done", "completed")
 
-    tale.ask("retried", 1.2)
-    tale.lease("retried", 1.3, kind="throw", how="ValueError", settled="retries")
-    tale.lease("retried again", 1.6, of="retried", run_at=us(1.5), attempts=2, retries=1)
-    tale.keep("retried", "completed")
+    draft.ask("retried", 1.2)
+    draft.lease("retried", 1.3, kind="throw", how="ValueError", settled="retries")
+    draft.lease("retried again", 1.6, of="retried", run_at=us(1.5), attempts=2, retries=1)
+    draft.keep("retried", "completed")
 
-    tale.ask("failed", 2.0)
-    tale.lease("failed", 2.1, kind="permanent", how="PermanentError", settled="fail")
+    draft.ask("failed", 2.0)
+    draft.lease("failed", 2.1, kind="permanent", how="PermanentError", settled="fail")
     id, generation, fence = f"failed@{us(2.0)}", us(2.22), us(2.3)
     follow_up = history.Claim(id, generation, fence, generation, 1, 0, 0, 0, 5)
-    handler = tale.claim("fail handler", 2.3, "work/failed", follow_up)
+    handler = draft.claim("fail handler", 2.3, "work/failed", follow_up)
     at: Any = {"pid": CHILD, "queue": "work/failed", "id": id, "fence": fence}
     handler.started = history.Started(at=2.31, **at, generation=generation, attempt=1, kind="ok")
-    tale.tell("work", "failed", us(2.0), 2.32)
+    draft.report_failure("work", "failed", us(2.0), 2.32)
     handler.ended = history.Ended(at=2.33, **at, how="ok")
-    tale.settle("fail handler", 2.35, "complete")
-    tale.keep("failed", "failed")
-    tale.kept["fail handler"] = history.Kept(
-        at=90, pid=DIRECTOR, queue="work/failed", id=id, generation=generation, state="completed"
+    draft.settle("fail handler", 2.35, "complete")
+    draft.keep("failed", "failed")
+    draft.kept["fail handler"] = history.Kept(
+        at=90, pid=RUNNER, queue="work/failed", id=id, generation=generation, state="completed"
     )
 
-    tale.ask("orphan", 3.0, queue="plain")
-    tale.lease("orphan", 3.1, worker=OTHER, child=OTHERS_CHILD, how=None, settled=None)
-    tale.fault("worker kill", OTHER, 3.3)
-    tale.others.append(history.Stalled(at=8.0, pid=DIRECTOR, queue="plain", id="orphan"))
-    tale.lease("orphan again", 8.1, of="orphan", attempts=2, stalls=1)
-    tale.keep("orphan", "completed", "plain")
+    draft.ask("orphan", 3.0, queue="plain")
+    draft.lease("orphan", 3.1, worker=OTHER, child=OTHERS_CHILD, how=None, settled=None)
+    draft.fault("worker kill", OTHER, 3.3)
+    draft.others.append(history.Stalled(at=8.0, pid=RUNNER, queue="plain", id="orphan"))
+    draft.lease("orphan again", 8.1, of="orphan", attempts=2, stalls=1)
+    draft.keep("orphan", "completed", "plain")
 
-    tale.ask("single", 1.0, queue="single")
-    tale.lease("single", 1.1)
-    tale.ask("next", 1.15, queue="single", id="single", placed="deferred")
-    tale.lease("next", 1.4, worker=OTHER, child=OTHERS_CHILD)
-    tale.keep("single", "completed", "single", us(1.15))
+    draft.ask("single", 1.0, queue="single")
+    draft.lease("single", 1.1)
+    draft.ask("next", 1.15, queue="single", id="single", placed="deferred")
+    draft.lease("next", 1.4, worker=OTHER, child=OTHERS_CHILD)
+    draft.keep("single", "completed", "single", us(1.15))
 
-    tale.wait("question", 4.0, 3, 4.3)
-    tale.ask("question", 4.01, queue="question")
-    tale.lease("question", 4.1)
+    draft.wait("question", 4.0, 3, 4.3)
+    draft.ask("question", 4.01, queue="question")
+    draft.lease("question", 4.1)
 
-    tale.ask("later", 5.0, delay_ms=1000)
-    tale.lease("later", 6.05)
-    tale.keep("later", "completed")
+    draft.ask("later", 5.0, delay_ms=1000)
+    draft.lease("later", 6.05)
+    draft.keep("later", "completed")
 
-    tale.fault("cut", WORKER, 7.0)
-    tale.fault("server pause", 0, 20, 21)
-    tale.close(
+    samples(draft, 1.0, 2, ready=1)
+    draft.fault("cut", WORKER, 7.0)
+    draft.fault("server pause", 0, 20, 21)
+    draft.close(
         {
             "work": {"enqueued": 4, "completed": 3, "failed": 1},
             "work/failed": {"enqueued": 1, "completed": 1},
@@ -277,7 +286,13 @@ def good() -> Tale:
             "question": {"enqueued": 1, "completed": 1},
         }
     )
-    return tale
+    return draft
+
+
+def samples(draft: Draft, at: float, count: int, *, ready: int, claims: int = 1) -> None:
+    """One sample of the queue `work` per second."""
+    queues = {"work": (ready, claims)}
+    draft.others += [history.Sample(at=at + second, pid=RUNNER, queues=queues) for second in range(count)]
 
 
 def move(lease: Lease, at: float) -> None:
@@ -301,70 +316,70 @@ def move(lease: Lease, at: float) -> None:
         settling.batch[0].fence = fence
 
 
-def each(*changes: Callable[[Tale], Any]) -> Callable[[Tale], None]:
-    def change(tale: Tale) -> None:
+def each(*changes: Callable[[Draft], Any]) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
         for one in changes:
-            one(tale)
+            one(draft)
 
     return change
 
 
-def hurt(kind: str, target: int, at: float, until: float | None = None, detail: str = "") -> Callable[[Tale], None]:
-    return lambda tale: tale.fault(kind, target, at, until, detail)
+def hurt(kind: str, target: int, at: float, until: float | None = None, detail: str = "") -> Callable[[Draft], None]:
+    return lambda draft: draft.fault(kind, target, at, until, detail)
 
 
-def cancel(tale: Tale, id: str, at: float, reply: str, queue: str = "work") -> None:
-    call = tale.number()
-    tale.others.append(history.Cancelling(at=at, pid=PRODUCER, call=call, queue=queue, ids=[id]))
-    tale.others.append(history.Cancelled(at=at + 0.01, pid=PRODUCER, call=call, replies=[reply]))
+def cancel(draft: Draft, id: str, at: float, reply: str, queue: str = "work") -> None:
+    call = draft.number()
+    draft.others.append(history.Cancelling(at=at, pid=PRODUCER, call=call, queue=queue, ids=[id]))
+    draft.others.append(history.Cancelled(at=at + 0.01, pid=PRODUCER, call=call, replies=[reply]))
 
 
-def pair(tale: Tale, first: dict[str, Any], second: dict[str, Any]) -> None:
+def pair(draft: Draft, first: dict[str, Any], second: dict[str, Any]) -> None:
     """Two jobs, the first of which is claimed first."""
-    tale.ask("first", queue="thread", **first)
-    tale.ask("second", queue="thread", **second)
-    tale.lease("first", 30.5)
-    tale.lease("second", 30.6)
-    tale.ended.totals["thread"] = {"enqueued": 2, "completed": 2}
-    tale.keep("first", "completed", "thread")
-    tale.keep("second", "completed", "thread")
+    draft.ask("first", queue="thread", **first)
+    draft.ask("second", queue="thread", **second)
+    draft.lease("first", 30.5)
+    draft.lease("second", 30.6)
+    draft.ended.totals["thread"] = {"enqueued": 2, "completed": 2}
+    draft.keep("first", "completed", "thread")
+    draft.keep("second", "completed", "thread")
 
 
-def overlap(tale: Tale) -> None:
-    tale.leases["single"].end.at = 1.5
+def overlap(draft: Draft) -> None:
+    draft.leases["single"].end.at = 1.5
 
 
-def before_its_delay(tale: Tale) -> None:
+def before_its_delay(draft: Draft) -> None:
     """The storage has lost the delay: to itself, it is not early."""
-    lease = tale.leases["later"]
+    lease = draft.leases["later"]
     lease.claim.fence = lease.run.fence = lease.end.fence = lease.settlings[0][0].batch[0].fence = us(5.9)
     lease.claim.run_at = us(5.0)
 
 
-def wait_ends(tale: Tale, how: str, at: float) -> None:
-    waited = tale.waited("question")
+def wait_ends(draft: Draft, how: str, at: float) -> None:
+    waited = draft.waited("question")
     waited.how, waited.at, waited.answer = how, at, ""
 
 
-def instead(tale: Tale, kind: str, target: int, at: float, until: float) -> None:
+def instead(draft: Draft, kind: str, target: int, at: float, until: float) -> None:
     """Another fault than the one that explains what happened."""
-    tale.faults.pop(0)
-    tale.fault(kind, target, at, until)
+    draft.faults.pop(0)
+    draft.fault(kind, target, at, until)
 
 
-def goes_back(tale: Tale, how: str) -> None:
+def goes_back(draft: Draft, how: str) -> None:
     """Its worker lives, and has settled it at once."""
-    tale.faults.pop(0)
-    tale.settle("orphan", 3.4, how)
-    move(tale.leases["orphan again"], 3.6)
-    tale.leases["orphan again"].claim.stalls = int(how == "stalls")
+    draft.faults.pop(0)
+    draft.settle("orphan", 3.4, how)
+    move(draft.leases["orphan again"], 3.6)
+    draft.leases["orphan again"].claim.stalls = int(how == "stalls")
 
 
-def never_given(tale: Tale) -> None:
+def never_given(draft: Draft) -> None:
     """The child that was to run it died before it could begin."""
-    goes_back(tale, "stalls")
-    tale.leases["orphan"].started = None
+    goes_back(draft, "stalls")
+    draft.leases["orphan"].started = None
 
 
-def stall(tale: Tale, name: str, stalls: int) -> None:
-    tale.leases[name].claim.stalls = stalls
+def stall(draft: Draft, name: str, stalls: int) -> None:
+    draft.leases[name].claim.stalls = stalls

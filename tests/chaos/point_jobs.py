@@ -26,7 +26,7 @@ from holdfast.storage.validation import FAILED_SUFFIX
 
 DAY_S = 86_400
 LEASE_S = 1.0
-"""Of the workers: so a cancelled run is told within a quarter of a second."""
+"""Lease of the workers: a cancelled run is stopped within a quarter of a second."""
 WAIT_S = 1.5
 """The most that a step waits for a job's end. What was broken may keep it from ending here."""
 MAX_PAYLOAD = 20_000
@@ -176,9 +176,9 @@ def surround(app: Holdfast[Any]) -> None:
             raise ValueError("a hook that fails changes nothing")
 
     @app.on_event
-    async def event(told: Any) -> None:
+    async def event(seen: Any) -> None:
         await asyncio.sleep(0)
-        if told.queue == "ok" and told.kind == "completed":
+        if seen.queue == "ok" and seen.kind == "completed":
             raise ValueError("a hook that fails holds nothing up")
 
     @app.on_error
@@ -231,7 +231,7 @@ class Program:
             return None
 
     stopping = False
-    """The whole program was told to end."""
+    """The whole program was asked to end."""
     patient = True
     """No wait was in vain yet. After one no other begins: here nothing gets done any more."""
 
@@ -489,7 +489,7 @@ async def operate(program: Program) -> None:
 
 
 async def _dropped_by_another(program: Program, queue: Any) -> None:
-    """A queue that this client knows, and that is made anew because another client has dropped it."""
+    """A queue that this client knows, and that is created again because another client has dropped it."""
     await queue.enqueue(1, id="first")
     async with program.app.storage.clone() as other:
         assert await other.drop(queue.name) == 0
@@ -638,7 +638,7 @@ def _judge_records(lines: list[dict[str, Any]], records: dict[tuple[str, str], A
         failed = sum(name == queue for name, _ in records)
         followed = sum(name == queue + FAILED_SUFFIX for name, _ in records)
         if failed != followed:
-            wrong.append(f"{failed} jobs of {queue} failed, and {followed} were told to its fail handler")
+            wrong.append(f"{failed} jobs of {queue} failed, and {followed} reached its fail handler")
     return wrong
 
 

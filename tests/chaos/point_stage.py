@@ -49,7 +49,7 @@ SETTLE_S = 1.0
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A program on a storage, and what happens where. Without a point nothing does: what is reached is told."""
+    """A program on a storage, and the fault at a point. Without a point, the run reports the points that it reaches."""
 
     storage: str
     program: str
@@ -73,7 +73,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def orderly(self) -> bool:
-        """Does the victim come to an end that it could prepare for? Not if it is told to stop for the third time."""
+        """Does the victim come to an end that it could prepare for? Not if it is stopped for the third time."""
         return not self.point or self.action == "cut" or (self.action == "stop" and self.program != "stop")
 
 
@@ -101,7 +101,7 @@ class Order(msgspec.Struct, frozen=True):
     place: Place
 
 
-class Told(msgspec.Struct):
+class CaseVerdict(msgspec.Struct):
     number: int
     verdict: Verdict
 
@@ -172,7 +172,7 @@ class Victim:
                 task.cancel()
 
     def _break(self, times: int) -> None:
-        """SQLite refuses so many commits; a connection to a server breaks, and that is that."""
+        """SQLite refuses a number of commits; a connection to a server breaks once."""
         if self._case.storage == "sqlite":
             Breakable.broken = times
         elif times:
@@ -291,25 +291,25 @@ def run_case(order: Order) -> Verdict:
 
 
 def _victimise(order: Order) -> Verdict:
-    told = Path(order.place.folder, "verdict")
+    file = Path(order.place.folder, "verdict")
     pid = os.fork()
     if pid == 0:
         try:
             victim = Victim(order)
             victim.live()
-            told.write_bytes(msgspec.json.encode(victim.verdict))
+            file.write_bytes(msgspec.json.encode(victim.verdict))
             os._exit(0)
         except BaseException:
-            told.write_bytes(msgspec.json.encode(Verdict(problems=[f"the victim broke: {traceback.format_exc()}"])))
+            file.write_bytes(msgspec.json.encode(Verdict(problems=[f"the victim broke: {traceback.format_exc()}"])))
             os._exit(1)
     status = _reap(pid, VICTIM_S + 5)
     if status is None:
         return Verdict(problems=["the victim hangs, and not in its event loop"])
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return Verdict(fired=True)
-    if not told.exists():
+    if not file.exists():
         return Verdict(problems=[f"the victim ended with status {status}"])
-    return msgspec.json.decode(told.read_bytes(), type=Verdict)
+    return msgspec.json.decode(file.read_bytes(), type=Verdict)
 
 
 def _reap(pid: int, seconds: float) -> int | None:
@@ -341,7 +341,7 @@ async def _heal_and_judge(order: Order) -> list[str]:
 
 
 def serve(at_once: int) -> None:
-    """Take orders from standard input until it ends, and have so many of them in work at a time."""
+    """Take orders from standard input until it ends, and work on a number of them at a time."""
     orders = [msgspec.json.decode(line, type=Order) for line in sys.stdin]
     orders.reverse()
     going: dict[int, tuple[int, int]] = {}
@@ -377,7 +377,7 @@ def _tell(reading: int, pid: int, number: int) -> None:
         data = end.read()
     os.waitpid(pid, 0)
     verdict = msgspec.json.decode(data, type=Verdict) if data else Verdict(problems=["the case ended without a word"])
-    sys.stdout.buffer.write(msgspec.json.encode(Told(number, verdict)) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(CaseVerdict(number, verdict)) + b"\n")
     sys.stdout.buffer.flush()
 
 

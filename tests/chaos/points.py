@@ -46,7 +46,7 @@ Action = Literal["crash", "cancel", "late", "stop", "cut"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What shall happen, where, and at which of the times that the point is reached."""
+    """A fault, its point, and at which visit of the point it happens."""
 
     point: str
     side: Side
@@ -100,7 +100,7 @@ def before(point: str) -> None:
 
 def during(point: str, awaitable: Any) -> Any:
     """A future's answer and a cancel may come in the same turn of the loop. The cancel wins, and the answer is lost:
-    ours is called before the one that wakes whoever awaits it, so that is just what happens."""
+    ours is called before the one that wakes the task that awaits it, so that is just what happens."""
     if asyncio.isfuture(awaitable) and points.announce(point, "during"):
         task = asyncio.current_task()
         assert task is not None

@@ -35,7 +35,7 @@ import pytest
 
 from tests import servers
 from tests.chaos import points
-from tests.chaos.point_stage import Case, Order, Place, Told, Verdict
+from tests.chaos.point_stage import Case, CaseVerdict, Order, Place, Verdict
 from tests.chaos.points import Action
 from tests.storage import keyspace
 
@@ -69,7 +69,7 @@ UNREACHED = {
     "storage.redis.RedisStorage._open#3": "a server that is refused: there is no job yet",
     "storage.redis.RedisStorage._claim#[34]": "a claim that got no answer within its time: tests/redis/test_trouble.py",
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
-    "storage.redis.RedisStorage._purge#4": "another client makes a queue anew while it is dropped",
+    "storage.redis.RedisStorage._purge#4": "another client makes a queue again while it is dropped",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
     "storage.redis.raw.open_connection#2": "a unix socket: tests/redis/test_login.py",
     "storage.redis.topology.ask_first#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",
@@ -151,9 +151,9 @@ class Theatre:
             capture_output=True,
             check=False,
         )
-        told = [msgspec.json.decode(line, type=Told) for line in stage.stdout.splitlines()]
+        answers = [msgspec.json.decode(line, type=CaseVerdict) for line in stage.stdout.splitlines()]
         assert stage.returncode == 0, stage.stderr.decode()[-5000:]
-        verdicts = {one.number: one.verdict for one in told}
+        verdicts = {one.number: one.verdict for one in answers}
         for order in orders:
             if order.case.storage == "valkey":
                 verdicts[order.number].problems += keyspace.clear(self._server, order.place.namespace)
@@ -231,8 +231,8 @@ def chosen(request: pytest.FixtureRequest) -> list[Case]:
 
 def parse(text: str) -> Case:
     storage, program, point, side, action, hit = text.split(":")
-    told = {"storage": storage, "program": program, "point": point, "side": side, "action": action, "hit": int(hit)}
-    return msgspec.convert(told, Case)
+    fields = {"storage": storage, "program": program, "point": point, "side": side, "action": action, "hit": int(hit)}
+    return msgspec.convert(fields, Case)
 
 
 @pytest.fixture(scope="module")

@@ -138,8 +138,8 @@ def clock(place: ShakyPlace, tmp_path: Path) -> SharedClock:
 
 @pytest.mark.parametrize("place", ["valkey-killed", "valkey-paused", "sqlite-locked"], indirect=True)
 async def test_live_runs_finish_once_and_workers_continue_after_any_outage(scene: Scene, place: ShakyPlace) -> None:
-    """Runs that hold go on and are not run again. Runs that die with the storage are told so while it is away, end by
-    themselves, and are run again afterwards, uncounted: their process goes on, and so do others in it."""
+    """Runs that hold go on and are not run again. Runs that must not go on without the storage are stopped while it is
+    away, end by themselves, and are run again afterwards, uncounted: their process goes on, and so do others in it."""
     options = ("--lease", f"{LEASE_S}", "--grace", "3", "--name")
     workers = await start(scene, [("--processes", "2", *options, "pool"), ("--inline", *options, "inline")])
     before = family(workers)
@@ -153,7 +153,7 @@ async def test_live_runs_finish_once_and_workers_continue_after_any_outage(scene
     async with a_stream_of_jobs(scene):
         for leases in (3.0,) if isinstance(place.away, Killed) else (0.5, 1.0, 3.0):
             await be_away_for(scene, place.away, leases, held[1])
-        await asyncio.sleep(1.5 * LEASE_S)  # Whoever sweeps now sees old leases. They must have been extended by now.
+        await asyncio.sleep(1.5 * LEASE_S)  # A sweep now sees old leases. They must have been extended by now.
         open_gate(scene, "after")
         assert [await handle.result(wait=20) for handle in held] == [[1, 0, 0, 0]] * 10
         assert await patient == [1, 0, 0, 0]
@@ -264,7 +264,7 @@ async def test_clock_step_of_an_hour_loses_no_lease_and_runs_nothing_early(
     assert later.ran == {"in 0.5 h", "at 0.5 h", "in 0.3 s, after the step on"}
 
     await later.ask("in 1.5 s, across the step back", delay=1.5)
-    await later.ask("at 0.5 s, as told before the step back", at=0.5)
+    await later.ask("at 0.5 s, asked before the step back", at=0.5)
     waits.append(asyncio.create_task(ends_in_time(held[0].result(wait=WAIT_S))))
     call = asyncio.create_task(scene.app.queue("later").call({}, delay=0.5, wait=20))
     await asyncio.sleep(0.2)
@@ -274,7 +274,7 @@ async def test_clock_step_of_an_hour_loses_no_lease_and_runs_nothing_early(
     await until(lambda: {"in 0.5 s, after the step back", "at 0.5 s, after the step back"} <= later.ran)
     await until(lambda: "in 1.5 s, across the step back" in later.ran)
     await asyncio.gather(call, *waits)
-    assert "at 0.5 s, as told before the step back" not in later.ran
+    assert "at 0.5 s, asked before the step back" not in later.ran
 
     place.away.begin()
     try:
@@ -283,8 +283,8 @@ async def test_clock_step_of_an_hour_loses_no_lease_and_runs_nothing_early(
     finally:
         place.away.end()
     back_at = time.monotonic()
-    await until(lambda: "at 0.5 s, as told before the step back" in later.ran, CLAIM_S + NOISE_S)
-    assert ran(scene, "at 0.5 s, as told before the step back")[0]["at"] - back_at <= CLAIM_S
+    await until(lambda: "at 0.5 s, asked before the step back" in later.ran, CLAIM_S + NOISE_S)
+    assert ran(scene, "at 0.5 s, asked before the step back")[0]["at"] - back_at <= CLAIM_S
     await asyncio.sleep(1.5 * LEASE_S)
 
     open_gate(scene, "after")
@@ -352,7 +352,7 @@ class Later:
 
 
 def step(clock: SharedClock, seconds: float, workers: list[WorkerProcess]) -> None:
-    """Step the clock, while nobody has a call on its way: what Redis and Valkey are told of the time is what the clock
+    """Step the clock, while no call is on its way: the time that Redis and Valkey get is what the clock
     showed when a call was made."""
     for worker in workers:
         worker.signal(signal.SIGSTOP)
@@ -374,7 +374,7 @@ right, right_ns = time.time, time.time_ns
 time.time = lambda: right() + wrong_by
 time.time_ns = lambda: right_ns() + wrong_by * 1_000_000_000
 """
-"""A `sitecustomize` that puts the wall clock of a process, and of those it starts, wrong by so many seconds."""
+"""A `sitecustomize` that puts the wall clock of a process, and of those it starts, wrong by a number of seconds."""
 
 
 @pytest.mark.parametrize("place", ["valkey-paused"], indirect=True)
@@ -408,8 +408,8 @@ async def test_workers_with_clocks_a_day_off_run_on_time_and_keep_their_leases(
     await asyncio.sleep(max(0.0, asked_at + 2.5 * LEASE_S - time.monotonic()))
     stats = await scene.app.stats()
     assert {worker.worker for worker in stats.workers} == {"ahead", "behind"}
-    for told in stats.workers:
-        assert abs(told.beat_at - stats.now) < NOISE_S * 1_000_000
+    for info in stats.workers:
+        assert abs(info.beat_at - stats.now) < NOISE_S * 1_000_000
     open_gate(scene, "after")
     assert [await handle.result(wait=20) for handle in held] == [[1, 0, 0, 0]] * 10
     await all_serve(scene, workers, before)
@@ -454,7 +454,7 @@ async def ends_in_time(wait: Coroutine[Any, Any, object]) -> None:
     try:
         await wait
     except (WaitTimeout, StorageUnavailable):
-        pass  # It was told that there is no answer.
+        pass  # It got the error that there is no answer.
     assert time.monotonic() - began < WAIT_S + NOISE_S
 
 

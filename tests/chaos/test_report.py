@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from chaos import history, report
-from chaos.checker import PROMISES
-from chaos.setting import HISTORY
-from tests.chaos.forged import Tale, good
+from chaos.settings import HISTORY, PROFILES
+from chaos.verdict import RULES
+from tests.chaos.forged import Draft, good
 
 # The report
 
@@ -22,20 +22,20 @@ def shard(storage: str = "valkey", seed: int = 1) -> report.Shard:
     return report.Shard(storage=storage, server="8.1", seed=seed, seconds=60, commit="abc", python="3.12")
 
 
-def whole(tale: Tale | None = None, storage: str = "valkey", seed: int = 1) -> report.Report:
+def whole(draft: Draft | None = None, storage: str = "valkey", seed: int = 1) -> report.Report:
     """As if every fault had met something, and every handler had run."""
-    made = report.of((tale or good()).checked(), shard(storage, seed))
+    made = report.of((draft or good()).checked(), shard(storage, seed))
     faults = report.FAULTS["sqlite" if storage == "sqlite" else "server"]
     made.faults = dict.fromkeys(faults, 2)
     made.hits = dict.fromkeys(faults, 1)
-    made.kinds |= dict.fromkeys(report.HANDLERS, 1)
+    made.kinds |= dict.fromkeys(PROFILES["all"].kinds, 1)
     return made
 
 
-def broken() -> Tale:
-    tale = good()
-    tale.kept["done"].state = "waiting"
-    return tale
+def broken() -> Draft:
+    draft = good()
+    draft.kept["done"].state = "waiting"
+    return draft
 
 
 def test_report_is_green_without_errors_and_with_every_fault_hit() -> None:
@@ -45,7 +45,7 @@ def test_report_is_green_without_errors_and_with_every_fault_hit() -> None:
     assert made.verdict.startswith("GREEN: 8 jobs, 11 runs, 28 faults")
 
 
-def test_report_is_red_for_a_broken_or_unchecked_promise_or_a_fault_without_hit() -> None:
+def test_report_is_red_for_a_broken_or_unchecked_rule_or_a_fault_without_hit() -> None:
     made = whole(broken())
     assert not made.green
     assert made.verdict == "RED: 8 jobs, 11 runs: no loss 1"
@@ -54,11 +54,11 @@ def test_report_is_red_for_a_broken_or_unchecked_promise_or_a_fault_without_hit(
     del made.kinds["poison"]
     assert made.never_hit == ["silence", "handler: poison"]
     assert not made.green
-    assert made.verdict.endswith("never hit: silence, handler: poison")
+    assert made.verdict.endswith("without an effect: silence, handler: poison")
     made = whole()
     made.checks["order"] = 0
     assert not made.green
-    assert made.verdict.endswith("never checked: order")
+    assert made.verdict.endswith("not checked: order")
 
 
 def test_only_faults_possible_for_a_storage_are_required() -> None:
@@ -87,20 +87,20 @@ def test_sum_of_reports_is_red_if_one_is_red() -> None:
 
 
 def test_report_text_contains_every_field() -> None:
-    tale = broken()
-    tale.wait("question", 4.0, 3, 7.25, "WaitTimeout")
-    made = whole(tale)
+    draft = broken()
+    draft.wait("question", 4.0, 3, 7.25, "WaitTimeout")
+    made = whole(draft)
     made.excesses = ["worker kill: 9.00 s, beside nothing"]
     text = report.markdown(made)
     lines = text.splitlines()
     assert made.verdict in lines
     assert "| valkey | 1 | 60 | 8.1 | abc |" in lines
-    assert all(any(line.startswith(f"| {promise} | ") for line in lines) for promise in PROMISES)
+    assert all(any(line.startswith(f"| {rule} | ") for line in lines) for rule in RULES)
     assert f"| no loss | {made.checks['no loss']} | 1 |" in lines
     assert "| silence | 2 | 1 |" in lines
     assert "| worker kill | 1 |" in lines
     assert any(line.startswith("| worker kill | 1 | 4.70 | 4.70 | 4.70 | ") for line in lines)
-    assert any(line.startswith("| late back from a wait | 1 | 0.25 | ") for line in lines)
+    assert any(line.startswith("| late after a timeout | 1 | 0.25 | ") for line in lines)
     assert "- worker kill: 9.00 s, beside nothing" in lines
     assert "## no loss: broken 1 times" in lines
     assert "state='waiting'" in text
@@ -117,29 +117,29 @@ def test_percentiles_are_taken_from_the_measured_values() -> None:
 
 
 @pytest.fixture
-def pen(tmp_path: Path) -> history.Pen:
-    return history.Pen(tmp_path)
+def writer(tmp_path: Path) -> history.Writer:
+    return history.Writer(tmp_path)
 
 
-def test_history_lines_are_read_as_written(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_lines_are_read_as_written(writer: history.Writer, tmp_path: Path) -> None:
     lines = good().lines()
     for line in lines:
-        pen.write(line)
+        writer.write(line)
     assert list(history.read(tmp_path)) == lines
 
 
-def test_history_line_has_its_time_and_process(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_line_has_its_time_and_process(writer: history.Writer, tmp_path: Path) -> None:
     before = time.monotonic()
-    pen.write(history.Stalled(queue="work", id="a"))
+    writer.write(history.Stalled(queue="work", id="a"))
     (line,) = history.read(tmp_path)
     assert before <= line.at <= time.monotonic()
     assert line.pid == os.getpid()
-    assert (pen.number(), pen.number()) == (1, 2)
+    assert (writer.number(), writer.number()) == (1, 2)
 
 
-def test_history_line_cut_off_by_a_kill_is_skipped(pen: history.Pen, tmp_path: Path) -> None:
+def test_history_line_cut_off_by_a_kill_is_skipped(writer: history.Writer, tmp_path: Path) -> None:
     for name in "ab":
-        pen.write(history.Stalled(queue="work", id=name))
+        writer.write(history.Stalled(queue="work", id=name))
     (file,) = tmp_path.glob("*.jsonl")
     text = file.read_bytes()
     second = text.index(b"\n") + 1
@@ -150,8 +150,8 @@ def test_history_line_cut_off_by_a_kill_is_skipped(pen: history.Pen, tmp_path: P
     assert [line.id for line in history.read(tmp_path)] == ["a", "b"]
 
 
-def test_history_line_damaged_in_the_middle_is_an_error(pen: history.Pen, tmp_path: Path) -> None:
-    pen.write(history.Stalled(queue="work", id="a"))
+def test_history_line_damaged_in_the_middle_is_an_error(writer: history.Writer, tmp_path: Path) -> None:
+    writer.write(history.Stalled(queue="work", id="a"))
     (file,) = tmp_path.glob("*.jsonl")
     file.write_bytes(b'{"what":"stal\n' + file.read_bytes())
     with pytest.raises(msgspec.DecodeError):
@@ -160,10 +160,10 @@ def test_history_line_damaged_in_the_middle_is_an_error(pen: history.Pen, tmp_pa
 
 def test_forked_child_writes_its_own_history_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HISTORY, str(tmp_path))
-    monkeypatch.setattr(history, "_pens", {})
-    history.pen().write(history.Stalled(queue="work", id="parent"))
+    monkeypatch.setattr(history, "_writers", {})
+    history.writer().write(history.Stalled(queue="work", id="parent"))
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=lambda: history.pen().write(history.Stalled(queue="work", id="child")))
+    child = context.Process(target=lambda: history.writer().write(history.Stalled(queue="work", id="child")))
     child.start()
     child.join(10)
     assert {line.id: line.pid for line in history.read(tmp_path)} == {"parent": os.getpid(), "child": child.pid}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(150)
-def test_short_run_breaks_no_promise_and_writes_its_report(tmp_path: Path) -> None:
+def test_short_run_breaks_no_rule_and_writes_its_report(tmp_path: Path) -> None:
     options = ("--storage", "valkey", "--seconds", "6", "--seed", "1", "--out", str(tmp_path))
     done = subprocess.run([sys.executable, "-m", "chaos", *options], cwd=ROOT, capture_output=True, text=True)
     report = msgspec.json.decode((tmp_path / "valkey-1.json").read_bytes(), type=Report)
@@ -40,11 +40,11 @@ def test_short_run_breaks_no_promise_and_writes_its_report(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--seconds", "5", "--jobs", "5"), "one of them says how long"),
+        (("--seconds", "5", "--jobs", "5"), "pass only one"),
         (("--storage", "mysql"), "'mysql' is not one of"),
-        (("merge", "pyproject.toml"), "that is no report of a run"),
-        (("check", "docs"), "it is no folder of a run"),
-        (("plant", "nothing"), "there is no bug nothing"),
+        (("merge", "pyproject.toml"), "not a report of a run"),
+        (("check", "docs"), "not the folder of a finished run"),
+        (("plant", "nothing"), "unknown bugs: nothing"),
     ],
 )
 def test_command_line_mistake_is_reported_without_a_traceback(options: tuple[str, ...], said: str) -> None:

@@ -40,7 +40,7 @@ class Said(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a command: the code under test, and nothing of the storage of whoever runs the tests."""
+    """The environment of a command: the code under test, and nothing of the storage of the user who runs the tests."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
     return {**own, "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}", **more}
 

@@ -28,7 +28,7 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-async def told() -> list[str]:
+async def next_words() -> list[str]:
     """The next line of input, in words; none at its end."""
     return (await asyncio.to_thread(sys.stdin.readline)).split()
 
@@ -73,17 +73,17 @@ async def listen(storage: Storage) -> None:
 
 
 async def enqueue(storage: Storage) -> None:
-    """Enqueue the ids that it is told."""
+    """Enqueue the ids of each line of input."""
     say("open")
-    while ids := await told():
+    while ids := await next_words():
         await storage.enqueue("q", [Request(id, Work(b"payload"), custom_id=True) for id in ids])
         say("enqueued", *ids)
 
 
 async def open_often() -> None:
-    """Open each file at the moment that it is told, and leave a job there."""
+    """Open each file when its line of input arrives, and leave a job there."""
     say("open")
-    while words := await told():
+    while words := await next_words():
         path, id, at = words
         while time.monotonic_ns() < int(at):
             pass

@@ -1,9 +1,8 @@
 """Workers as real processes, on SQLite and on Valkey. Every test ends with a clean audit and no process left over.
 
-A task module is a file beside the tests that begins with `from tests.processes import MARK, marked, parents, send
-from tests.worker.scene import make_app, note`; only workers
-import it. A test asks for jobs through `app.queue(name)`, as a program without the code does, and reads what handlers
-noted.
+A task module is a file beside the tests that begins with `from tests.worker.scene import make_app, note`; only workers
+import it. A test enqueues jobs through `app.queue(name)`, as a program without the code does, and reads the notes of
+handlers.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     async def ready(self, children: int = 1, seconds: float = 20.0) -> None:
-        """Until it serves, and so many children are there."""
+        """Wait until it serves, with at least `children` children."""
 
         def is_ready() -> bool:
             assert self.process.poll() is None, self.text()
@@ -180,7 +179,7 @@ async def timed(step: Callable[[], Any]) -> float:
 
 
 async def settled(app: Holdfast[Any], queue: str, count: int, seconds: float = 20.0) -> None:
-    """Until so many jobs of a queue have completed or failed."""
+    """Wait until `count` jobs of a queue have completed or failed."""
 
     async def are_settled() -> bool:
         totals = (await app.queue(queue).stats()).totals

@@ -151,7 +151,7 @@ async def poison() -> None:
 
 @poison.on_failure
 async def poison_failed(failure: Failure) -> None:
-    note("told", failed=failure.job.id, kind=failure.error.kind, stalls=failure.job.stalls)
+    note("reported", failed=failure.job.id, kind=failure.error.kind, stalls=failure.job.stalls)
 
 
 @app.task(name="last", max_stalls=1, **QUICK)
@@ -174,7 +174,7 @@ async def once(dies: bool) -> None:
 
 @once.on_failure
 async def once_failed(failure: Failure) -> None:
-    note("told", failed=failure.job.id, kind=failure.error.kind, stalls=failure.job.stalls)
+    note("reported", failed=failure.job.id, kind=failure.error.kind, stalls=failure.job.stalls)
 
 
 @app.task(name="greedy", max_retries=0)

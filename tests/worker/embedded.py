@@ -86,33 +86,33 @@ async def works() -> dict[str, Any]:
 
 async def serves() -> dict[str, Any]:
     """Begin to serve a queue, and stop: once with time enough for its run, once without."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     async with app, app.worker("serve.a", processes=1) as worker:
         early = await serve_b.enqueue(0.0)
-        told["a"] = [await serve_a.call() for _ in range(5)]
-        told["early"] = (await app.queue("serve.b").get(early.id)).state  # type: ignore[union-attr]
-        told["served"] = worker.serve("serve.*")
-        told["late"] = await early.result(wait=10)
+        facts["a"] = [await serve_a.call() for _ in range(5)]
+        facts["early"] = (await app.queue("serve.b").get(early.id)).state  # type: ignore[union-attr]
+        facts["served"] = worker.serve("serve.*")
+        facts["late"] = await early.result(wait=10)
         short = await serve_b.enqueue(0.3)
         await until(lambda: worker.running == 1)
         await worker.stop_serving("serve.b", grace=10)
-        told["short"] = (await app.queue("serve.b").get(short.id)).state  # type: ignore[union-attr]
-        told["left"] = worker.queues
+        facts["short"] = (await app.queue("serve.b").get(short.id)).state  # type: ignore[union-attr]
+        facts["left"] = worker.queues
         worker.serve("serve.b")
         long = await serve_b.enqueue(30.0)
         await until(lambda: worker.running == 1)
         began = asyncio.get_running_loop().time()
         await worker.stop_serving("serve.b", grace=0.2)
-        told["seconds"] = asyncio.get_running_loop().time() - began
+        facts["seconds"] = asyncio.get_running_loop().time() - began
         job = await app.queue("serve.b").get(long.id)
         assert job is not None
-        told["long"] = [job.state, job.retries, job.stalls, job.timeouts]
-        told["a again"] = await serve_a.call()
+        facts["long"] = [job.state, job.retries, job.stalls, job.timeouts]
+        facts["a again"] = await serve_a.call()
         try:
             worker.serve("serve.c")
         except OptionError as error:
-            told["wrong"] = str(error)
-    return told
+            facts["wrong"] = str(error)
+    return facts
 
 
 async def rounds() -> dict[str, Any]:
@@ -128,7 +128,7 @@ async def rounds() -> dict[str, Any]:
 
 async def cancelled() -> dict[str, Any]:
     """Somebody loses patience while the first child starts."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     async with app:
         before = fds()
         for seconds in (0.0, 0.02, 0.1):
@@ -137,10 +137,10 @@ async def cancelled() -> dict[str, Any]:
                     async with app.worker(processes=1):
                         await asyncio.sleep(30)
             except BaseException as error:
-                told[str(seconds)] = type(error).__name__
-        told["left"] = len(children())
-        told["more files"] = fds() - before
-    return told
+                facts[str(seconds)] = type(error).__name__
+        facts["left"] = len(children())
+        facts["more files"] = fds() - before
+    return facts
 
 
 async def spare() -> dict[str, Any]:
@@ -154,14 +154,14 @@ async def spare() -> dict[str, Any]:
         alone = await suspect.result(wait=15)
         there = alone in children()
         await until(lambda: alone not in children(), 3)
-        told = {"there": there, "left": len(children())}
+        facts = {"there": there, "left": len(children())}
         await held.result(wait=15)
-    return told
+    return facts
 
 
 async def refused() -> dict[str, Any]:
     """Apps that children cannot have."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     hidden = make_app()
     local: Holdfast[Any] = Holdfast("memory://here")
     for name, wrong in (("hidden", hidden), ("local", local)):
@@ -170,9 +170,9 @@ async def refused() -> dict[str, Any]:
             async with wrong, wrong.worker(processes=1):
                 pass
         except OptionError as error:
-            told[name] = str(error)
-    told["children"] = len(children())
-    return told
+            facts[name] = str(error)
+    facts["children"] = len(children())
+    return facts
 
 
 SCENES = {scene.__name__: scene for scene in (works, serves, rounds, cancelled, spare, refused)}

@@ -78,14 +78,14 @@ def watch(gate: str) -> None:
         while not is_open(gate):
             if current_job().stopping is not None:
                 note("stopped", why=current_job().stopping)
-                raise RuntimeError("it was told to stop")
+                raise RuntimeError("it was asked to stop")
             time.sleep(0.02)
     note("ended")
 
 
 @app.task(name="stubborn", size=1, timeout=120, cancel_grace=0.5)
 async def stubborn() -> None:
-    """Swallows whatever it is told."""
+    """Ignores every request to stop."""
     await never_end()
 
 

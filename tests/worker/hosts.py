@@ -80,7 +80,7 @@ def where() -> dict[str, Any]:
 
 @app.task(name="meet")
 def meet(others: int) -> str:
-    """Ends when so many are here at the same time, each on a thread of its own."""
+    """Ends when `count` runs are here at the same time, each on its own thread."""
     barriers.setdefault(others, threading.Barrier(others)).wait(10)
     return "met"
 

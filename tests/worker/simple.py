@@ -39,5 +39,5 @@ def fail(message: str) -> None:
 
 
 @fail.on_failure
-async def told(failure: Failure) -> None:
-    note("told", message=failure.error.message, failed=failure.job.id, by=current_job().queue)
+async def report(failure: Failure) -> None:
+    note("reported", message=failure.error.message, failed=failure.job.id, by=current_job().queue)

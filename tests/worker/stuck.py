@@ -1,4 +1,4 @@
-"""Tasks that do not end when they are told to, in every way that a handler can be stuck. The first run of a job is
+"""Tasks that do not end when they are stopped, in every way that a handler can be stuck. The first run of a job is
 stuck, the next one returns, and says whether the process of the first is gone."""
 
 from __future__ import annotations

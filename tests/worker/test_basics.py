@@ -27,5 +27,5 @@ async def test_error_of_a_handler_reaches_its_caller_and_its_fail_handler(scene:
     with pytest.raises(JobFailed, match="ValueError: no luck") as raised:
         await scene.ask("raise", {"message": "no luck"})
     assert "simple.py" in raised.value.error.traceback
-    (told,) = await scene.noted("told")
-    assert (told["message"], told["by"]) == ("no luck", "raise/failed")
+    (reported,) = await scene.noted("reported")
+    assert (reported["message"], reported["by"]) == ("no luck", "raise/failed")

@@ -18,7 +18,7 @@ def open_gate(scene: Scene, name: str = "gate") -> None:
 
 
 async def put(scene: Scene, queue: str, count: int, **payload: Any) -> None:
-    """Enqueue so many jobs alike."""
+    """Enqueue `count` equal jobs."""
     target = scene.app.queue(queue)
     await scene.app.enqueue_many([target.bind(payload) for _ in range(count)])
 

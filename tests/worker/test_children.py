@@ -29,9 +29,9 @@ async def uncounted(scene: Scene, queue: str, completed: int) -> None:
 @pytest.mark.storages("sqlite")
 async def test_child_has_its_own_process_group_and_empty_stdin(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "2", children=2)
-    told = await asyncio.gather(*(scene.ask("where") for _ in range(8)))
-    assert {child["pid"] for child in told} == set(worker.children())
-    for child in told:
+    replies = await asyncio.gather(*(scene.ask("where") for _ in range(8)))
+    assert {child["pid"] for child in replies} == set(worker.children())
+    for child in replies:
         assert child == {
             "pid": child["pid"],
             "parent": worker.pid,
@@ -141,8 +141,8 @@ async def test_unresponsive_child_gets_no_jobs_while_others_do(scene: Scene) -> 
     blocking = await scene.app.queue("block").enqueue({"until": "gate"})
     (blocked,) = await scene.noted("blocks")
     await asyncio.sleep(2.0)  # Within a second and a half it is known not to answer. Nothing tells when.
-    told = await asyncio.gather(*(scene.ask("where", wait=5) for _ in range(30)))  # More than fit into one.
-    assert blocked["pid"] not in {child["pid"] for child in told}
+    replies = await asyncio.gather(*(scene.ask("where", wait=5) for _ in range(30)))  # More than fit into one.
+    assert blocked["pid"] not in {child["pid"] for child in replies}
     open_gate(scene)
     assert await blocking.result(wait=5) == blocked["pid"]
 
@@ -162,11 +162,11 @@ async def test_sync_handlers_run_concurrently_on_threads(scene: Scene) -> None:
 async def test_handler_has_its_current_job_and_its_own_context(scene: Scene) -> None:
     await scene.worker("hosts:app", "--processes", "1", "--name", "wanda")
     asked = [(queue, sync) for queue in ("who", "who.sync") for sync in (True, False)] * 3
-    told = await asyncio.gather(
+    replies = await asyncio.gather(
         *(scene.ask(queue, {"sync": sync}, id=f"job-{n}") for n, (queue, sync) in enumerate(asked))
     )
     for n, (queue, _) in enumerate(asked):
-        assert told[n] == {"id": f"job-{n}", "queue": queue, "attempt": 1, "worker": "wanda", "before": "nobody's"}
+        assert replies[n] == {"id": f"job-{n}", "queue": queue, "attempt": 1, "worker": "wanda", "before": "nobody's"}
 
 
 async def test_job_whose_id_is_not_text_runs_in_a_child(scene: Scene) -> None:

@@ -84,14 +84,14 @@ MODULES = {
 
 async def test_help_names_every_option_and_both_ways_to_call_it_work(folder: Path) -> None:
     script = (str(Path(sys.executable).with_name("holdfast")),)
-    told, same = await asyncio.gather(
+    shown, same = await asyncio.gather(
         say("worker", "--help", cwd=folder), say("worker", "--help", cwd=folder, program=script)
     )
-    assert told == same
-    assert (told.status, told.err) == (0, "")
+    assert shown == same
+    assert (shown.status, shown.err) == (0, "")
     options = "queues processes inline concurrency name lease grace max-jobs max-memory burst log-format log-level"
-    assert [option for option in options.split() if f"--{option}" not in told.out] == []
-    assert "Exit status:" in told.out
+    assert [option for option in options.split() if f"--{option}" not in shown.out] == []
+    assert "Exit status:" in shown.out
 
 
 # Wrong uses
@@ -248,8 +248,8 @@ async def test_options_set_queues_name_and_processes(scene: Scene) -> None:
 
 async def announces(scene: Scene, name: str, **facts: object) -> bool:
     """Has a worker said this of itself?"""
-    (told,) = [worker.facts for worker in (await scene.app.stats()).workers if worker.worker == name]
-    return all(told[fact] == value for fact, value in facts.items())
+    (shown,) = [worker.facts for worker in (await scene.app.stats()).workers if worker.worker == name]
+    return all(shown[fact] == value for fact, value in facts.items())
 
 
 @pytest.mark.storages("sqlite")

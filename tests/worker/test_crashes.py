@@ -81,15 +81,15 @@ async def test_poison_job_fails_after_its_stalls_and_nine_other_jobs_complete(sc
     for number in range(9):
         assert await scene.app.queue("innocent").result(str(number), wait=20) == "alive"
         assert await counts(scene, "innocent", str(number)) == (2, 0, 0, 3)
-    (told,) = await scene.noted("told")
-    assert (told["failed"], told["kind"], told["stalls"]) == ("p", "stall", 3)
+    (reported,) = await scene.noted("reported")
+    assert (reported["failed"], reported["kind"], reported["stalls"]) == ("p", "stall", 3)
     assert not neighbours_of_suspects(scene)
     assert worker.process.poll() is None
 
 
 def neighbours_of_suspects(scene: Scene) -> list[tuple[str, str]]:
     """Runs that were in the process of one that must be alone, while it ran."""
-    notes = [note for note in scene.notes() if "stalls" in note and note["what"] != "told"]
+    notes = [note for note in scene.notes() if "stalls" in note and note["what"] != "reported"]
     ends = {(note["id"], note["fence"]): note["at"] for note in notes if note["what"] == "over"}
     found: list[tuple[str, str]] = []
     for one in notes:
@@ -150,8 +150,8 @@ async def test_at_most_once_job_fails_with_its_process_and_its_fail_handler_runs
         with pytest.raises(JobFailed, match="its process died") as raised:
             await handle.result(wait=10)
         assert (raised.value.kind, raised.value.attempts) == ("stall", 1)
-    told = await scene.noted("told", 2)
-    assert {note["failed"]: note["kind"] for note in told} == {"beside": "stall", "dies": "stall"}
+    reported = await scene.noted("reported", 2)
+    assert {note["failed"]: note["kind"] for note in reported} == {"beside": "stall", "dies": "stall"}
     assert len(scene.notes("once")) == 2
 
 

@@ -37,7 +37,7 @@ async def run(scene: Scene, *command: str, cwd: Path = ROOT, seconds: float = 40
         return None, out.decode(), err.decode()
 
 
-async def told(scene: Scene, *command: str, cwd: Path = ROOT) -> dict[str, Any]:
+async def result_of(scene: Scene, *command: str, cwd: Path = ROOT) -> dict[str, Any]:
     """What a program prints that ends well and complains about nothing."""
     status, out, err = await run(scene, *command, cwd=cwd)
     assert (status, err) == (0, "")
@@ -52,7 +52,7 @@ async def told(scene: Scene, *command: str, cwd: Path = ROOT) -> dict[str, Any]:
 async def test_program_runs_its_jobs_in_children_and_gets_their_events(
     scene: Scene, command: tuple[str, ...], module: str
 ) -> None:
-    said = await told(scene, *command, "works")
+    said = await result_of(scene, *command, "works")
     assert said["results"] == [number * number for number in range(20)]
     assert f"{module}.square" in said["queues"]
     squares = scene.notes("squares")
@@ -90,7 +90,7 @@ async def test_package_run_as_a_module_finds_its_own_tasks(scene: Scene, tmp_pat
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "__main__.py").write_text(PROGRAM)
-    said = await told(scene, "-m", "shop", cwd=tmp_path)
+    said = await result_of(scene, "-m", "shop", cwd=tmp_path)
     assert said == {"result": 27, "queues": ["shop.cube"]}
 
 
@@ -99,12 +99,12 @@ async def test_a_program_may_import_its_app_and_need_no_guard(scene: Scene, tmp_
     """The children import the module that has the app, not the program."""
     (tmp_path / "tasks.py").write_text(PROGRAM)
     (tmp_path / "my-program.py").write_text("import asyncio\nfrom tasks import app, main\nasyncio.run(main())\n")
-    said = await told(scene, "my-program.py", cwd=tmp_path)
+    said = await result_of(scene, "my-program.py", cwd=tmp_path)
     assert said == {"result": 27, "queues": ["tasks.cube"]}
 
 
 async def test_a_queue_can_be_served_and_left_at_run_time(scene: Scene) -> None:
-    said = await told(scene, *AS_MODULE, "serves")
+    said = await result_of(scene, *AS_MODULE, "serves")
     assert (said["a"], said["early"]) == (["a"] * 5, "waiting")
     assert set(said["served"]) == {"serve.a", "serve.b"}
     assert said["late"] == "b"
@@ -116,14 +116,14 @@ async def test_a_queue_can_be_served_and_left_at_run_time(scene: Scene) -> None:
 
 
 async def test_worker_leaves_nothing_after_its_block(scene: Scene) -> None:
-    left = (await told(scene, *AS_MODULE, "rounds"))["left"]
+    left = (await result_of(scene, *AS_MODULE, "rounds"))["left"]
     assert {processes for _, processes in left} == {0}
     assert len({fds for fds, _ in left[1:]}) == 1  # The first round may open what stays open.
 
 
 @pytest.mark.storages("sqlite")
 async def test_a_worker_that_is_cancelled_while_it_starts_leaves_nothing(scene: Scene) -> None:
-    said = await told(scene, *AS_MODULE, "cancelled")
+    said = await result_of(scene, *AS_MODULE, "cancelled")
     assert said.pop("more files") <= 3  # The open app's receiver, and two files that SQLite keeps for later.
     assert said == {"0.0": "TimeoutError", "0.02": "TimeoutError", "0.1": "TimeoutError", "left": 0}
 
@@ -137,7 +137,7 @@ async def test_spare_child_for_isolated_jobs_ends_after_idling(scene: Scene) -> 
 
 @pytest.mark.storages("sqlite")
 async def test_apps_that_children_cannot_use_are_refused(scene: Scene) -> None:
-    said = await told(scene, *AS_MODULE, "refused")
+    said = await result_of(scene, *AS_MODULE, "refused")
     assert "define it at the top level of a module" in said["hidden"]
     assert "child processes cannot share memory://" in said["local"]
     assert said["children"] == 0

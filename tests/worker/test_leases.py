@@ -231,7 +231,7 @@ async def test_held_runs_continue_through_an_outage_of_three_leases_and_run_once
     await asyncio.sleep(2 * lease_s)
     server.start()
     await until(lambda: is_reachable(app))
-    await asyncio.sleep(1.5 * lease_s)  # Whoever looks now sees old leases. They must have been extended by now.
+    await asyncio.sleep(1.5 * lease_s)  # A sweep now sees old leases. They must have been extended by now.
     (scene.folder / "after").touch()
     await settled(app, "hold", 10)
     await settled(app, "always", 10)

@@ -1,4 +1,4 @@
-"""What signals do to a worker: it stops without hurting a job, quickly if told twice, and loads code anew."""
+"""What signals do to a worker: it stops without losing a job, quickly at the second signal, and loads code again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_signals_of_a_program_with_run_worker(scene: Scene) -> None:
 
 
 async def assert_load_survives(
-    scene: Scene, told: Callable[[WorkerProcess], list[int]], command: tuple[str, ...] = ("holdfast", "worker")
+    scene: Scene, stop: Callable[[WorkerProcess], list[int]], command: tuple[str, ...] = ("holdfast", "worker")
 ) -> None:
     """Two children with more than they can take: some of it ends in time, some never, some does not stop."""
     grace_s = 1.5
@@ -80,13 +80,13 @@ async def assert_load_survives(
     for queue, id, payload in jobs[32:]:
         await scene.app.queue(queue).enqueue(payload, id=id)
     began = await scene.noted("began", 34)
-    told_at = time.monotonic()
-    for pid in told(worker):
+    stopped_at = time.monotonic()
+    for pid in stop(worker):
         os.kill(pid, signal.SIGTERM)
     await until(lambda: "stopping the worker" in worker.text())
     (scene.folder / "soon").touch()
     assert await worker.exited() == 0
-    assert time.monotonic() - told_at < grace_s + 0.5 + NOISE_S
+    assert time.monotonic() - stopped_at < grace_s + 0.5 + NOISE_S
     await until(lambda: not scene.processes(), NOISE_S)
 
     found = {id: await kept(scene, queue, id) for queue, id, _ in jobs}
@@ -120,7 +120,7 @@ async def test_sigint_stops_a_worker_as_sigterm_does(scene: Scene) -> None:
 @pytest.mark.storages("sqlite")
 @pytest.mark.parametrize("grace", ["60", "0.2"])
 async def test_second_signal_stops_the_worker_quickly(scene: Scene, grace: str) -> None:
-    """Whether runs still have their grace, or were told to stop and have half a minute for that."""
+    """Whether runs still have their grace, or were stopped and have half a minute for that."""
     worker = await scene.worker("held:app", "--processes", "2", "--grace", grace, children=2)
     await scene.app.queue("grip").enqueue({"seconds": 3600}, id="grip")
     await scene.noted("began")  # It has a child to itself. The others share one.

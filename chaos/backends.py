@@ -1,4 +1,4 @@
-"""Where the jobs are during a run: a SQLite file, or a server of our own. And what can be done to either."""
+"""The storage of a run, a SQLite file or a server that the run starts, and the faults that it can have."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from chaos.clocks import SharedClock
-from chaos.setting import CLOCK_KEY, NAMESPACE
+from chaos.settings import CLOCK_KEY, NAMESPACE
 from tests.servers import Name, Server
 from tests.storage import keyspace
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-min-size", "4mb")
-"""What is acknowledged survives a kill; and the file is rewritten often, so that a restart does not take long."""
+"""Acknowledged writes survive a kill. The file is rewritten often, so that a restart is fast."""
 START_S = 60
 TIMEOUT_S = 4
-"""How long a call tries to reach a server. Half of it without an answer, and the connection is given up: that must be
+"""How long a call tries to reach the server. A connection is given up after half of it without a reply, which must be
 less than a lease."""
 
 
-class SqlitePlace:
+class SqliteBackend:
     name = "sqlite"
     about = f"SQLite {sqlite3.sqlite_version}"
     faults = ("file locked",)
-    """What can be done to it, besides what is done to connections."""
+    """Faults of the storage itself."""
 
     def __init__(self, folder: Path, clock: Path) -> None:
         self.path = folder / "jobs.db"
         self.url = f"sqlite:///{self.path}"
         self._clock = SharedClock(clock)
 
-    async def hurt(self, fault: str, seconds: float) -> float:
-        """Do that, for so long. When it was over: the storage answers again."""
+    async def apply(self, fault: str, seconds: float) -> float:
+        """Apply a fault for a time. Returns when the storage answered again."""
         return await asyncio.to_thread(self._lock, seconds)
 
     def _lock(self, seconds: float) -> float:
@@ -50,7 +50,7 @@ class SqlitePlace:
         self._clock.set(offset_s)
 
     def leftovers(self) -> list[str]:
-        """What is still there when all queues are deleted and everybody has gone, and should not be."""
+        """What is left after all queues were deleted and all processes have ended."""
         found: list[str] = []
         connection = sqlite3.connect(self.path)
         for table in ("holdfast_jobs", "holdfast_queues", "holdfast_listeners"):
@@ -68,7 +68,7 @@ class SqlitePlace:
         pass
 
 
-class ServerPlace:
+class ServerBackend:
     faults = ("server kill", "server pause", "script flush", "full memory")
 
     def __init__(self, name: Name) -> None:
@@ -78,10 +78,10 @@ class ServerPlace:
         self.about = f"{name} {self.server.version}"
 
     def url_by(self, port: int) -> str:
-        """The same, through a gate."""
+        """The URL through a proxy."""
         return f"redis://127.0.0.1:{port}?timeout={TIMEOUT_S}"
 
-    async def hurt(self, fault: str, seconds: float) -> float:
+    async def apply(self, fault: str, seconds: float) -> float:
         match fault:
             case "server kill":
                 self.server.kill()
@@ -116,8 +116,8 @@ class ServerPlace:
         return self.server.command(*args)
 
 
-def make(name: str, folder: Path, clock: Path) -> SqlitePlace | ServerPlace:
+def make(name: str, folder: Path, clock: Path) -> SqliteBackend | ServerBackend:
     if name == "sqlite":
-        return SqlitePlace(folder, clock)
+        return SqliteBackend(folder, clock)
     assert name in ("valkey", "redis")
-    return ServerPlace("valkey" if name == "valkey" else "redis")
+    return ServerBackend("valkey" if name == "valkey" else "redis")

@@ -1,5 +1,4 @@
-"""A gate between a client and a server that says everything back: each wreck does what it says, in both directions, at
-the byte it was told to."""
+"""A proxy in front of an echo server: each fault does what its name says, in both directions, at its byte."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from chaos.wreck import HOST, KINDS, Gate, Kind, Passage, Wreck
+from chaos.faulty_proxy import HOST, KINDS, Connection, ConnectionFault, FaultyProxy, Kind
 
 SOON_S = 5.0
 """Whatever is to come has come by then, however busy the machine is."""
@@ -21,7 +20,7 @@ both_ways = pytest.mark.parametrize("to_server", [True, False], ids=["to the ser
 
 @dataclass
 class Echo:
-    """Says back what it is told, and remembers it."""
+    """Sends all bytes back, and remembers them."""
 
     heard: bytearray = field(default_factory=bytearray)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,20 +40,22 @@ class Echo:
 @dataclass
 class Scene:
     echo: Echo
-    gate: Gate
+    proxy: FaultyProxy
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     done: list[float] = field(default_factory=list[float])
 
     @property
-    def passage(self) -> Passage:
-        (passage,) = self.gate.passages
-        return passage
+    def connection(self) -> Connection:
+        (connection,) = self.proxy.connections
+        return connection
 
-    def plan(self, kind: Kind, to_server: bool, at_byte: int, seconds: float = HELD_S) -> Wreck:
-        wreck = Wreck(kind=kind, to_server=to_server, bytes_left=at_byte, seconds=seconds, done=self.done.append)
-        self.passage.wreck = wreck
-        return wreck
+    def plan(self, kind: Kind, to_server: bool, at_byte: int, seconds: float = HELD_S) -> ConnectionFault:
+        fault = ConnectionFault(
+            kind=kind, to_server=to_server, bytes_left=at_byte, seconds=seconds, on_done=self.done.append
+        )
+        self.connection.fault = fault
+        return fault
 
     async def say(self, words: bytes) -> bytes:
         self.writer.write(words)
@@ -75,17 +76,17 @@ class Scene:
 async def opened() -> AsyncGenerator[Scene]:
     echo = Echo()
     server = await asyncio.start_server(echo.serve, HOST, 0)
-    gate = Gate(server.sockets[0].getsockname()[1])
-    await gate.open()
-    reader, writer = await asyncio.open_connection(HOST, gate.port)
-    scene = Scene(echo, gate, reader, writer)
+    proxy = FaultyProxy(server.sockets[0].getsockname()[1])
+    await proxy.open()
+    reader, writer = await asyncio.open_connection(HOST, proxy.port)
+    scene = Scene(echo, proxy, reader, writer)
     try:
         assert await scene.say(b"hello") == b"hello"
         yield scene
     finally:
         writer.close()
         async with asyncio.timeout(SOON_S):
-            await gate.close()
+            await proxy.close()
         server.close()
 
 
@@ -108,13 +109,13 @@ async def test_connection_without_a_fault_passes_everything() -> None:
 async def test_fault_happens_only_after_its_byte_count(kind: Kind, to_server: bool) -> None:
     async with opened() as scene:
         scene.plan(kind, to_server, at_byte=8)
-        passage = scene.passage
+        connection = scene.connection
         assert await scene.say(b"1234") == b"1234"
         assert await scene.say(b"5678") == b"5678"
         assert scene.done == []
         scene.writer.write(b"9")
         await until(lambda: scene.done != [])
-        assert passage.wreck is None
+        assert connection.fault is None
 
 
 @both_ways
@@ -127,7 +128,7 @@ async def test_cut_stops_all_bytes_and_both_ends_see_it(to_server: bool) -> None
             await scene.echo.over.wait()
         assert bytes(scene.echo.heard) == (b"hello" if to_server else b"hellolost and gone")
         assert len(scene.done) == 1
-        await until(lambda: not scene.gate.passages)
+        await until(lambda: not scene.proxy.connections)
 
 
 @both_ways
@@ -143,7 +144,7 @@ async def test_truncation_passes_its_byte_count_and_closes(to_server: bool, at_b
         assert bytes(scene.echo.heard) == b"hello" + (passed if to_server else b"lost and gone")
         assert heard == (b"" if to_server else passed)
         assert len(scene.done) == 1
-        await until(lambda: not scene.gate.passages)
+        await until(lambda: not scene.proxy.connections)
 
 
 @both_ways
@@ -172,20 +173,20 @@ async def test_silence_passes_nothing_and_keeps_the_connection_open(to_server: b
         await until(lambda: scene.done != [])
         assert scene.done == [pytest.approx(began + HELD_S, abs=0.1)]
         scene.writer.write(b"unheard, too")
-        for writer in (scene.passage.to_client, scene.passage.to_server):
+        for writer in (scene.connection.to_client, scene.connection.to_server):
             assert not writer.is_closing()
         assert await scene.rest() == b""
         assert now() - began >= HELD_S
         assert bytes(scene.echo.heard) == (b"hello" if to_server else b"hellounheard")
-        await until(lambda: not scene.gate.passages)
+        await until(lambda: not scene.proxy.connections)
 
 
 @both_ways
 @pytest.mark.parametrize("kind", KINDS)
 async def test_fault_waiting_for_bytes_is_applied_to_an_idle_connection(kind: Kind, to_server: bool) -> None:
     async with opened() as scene:
-        wreck = scene.plan(kind, to_server, at_byte=1_000)
-        scene.passage.give_up_waiting(wreck)
+        fault = scene.plan(kind, to_server, at_byte=1_000)
+        scene.connection.apply_when_idle(fault)
         assert len(scene.done) == 1
         if kind == "delay":
             assert await scene.say(b"late") == b"late"
@@ -195,23 +196,23 @@ async def test_fault_waiting_for_bytes_is_applied_to_an_idle_connection(kind: Ki
 
 async def test_fault_that_has_happened_is_not_applied_again() -> None:
     async with opened() as scene:
-        wreck = scene.plan("delay", True, at_byte=0, seconds=0)
+        fault = scene.plan("delay", True, at_byte=0, seconds=0)
         assert await scene.say(b"now") == b"now"
-        scene.passage.give_up_waiting(wreck)
+        scene.connection.apply_when_idle(fault)
         assert len(scene.done) == 1
 
 
 async def test_gate_refuses_connections_while_its_server_is_down_and_continues() -> None:
     server = await asyncio.start_server(Echo().serve, HOST, 0)
-    gate = Gate(server.sockets[0].getsockname()[1])
+    proxy = FaultyProxy(server.sockets[0].getsockname()[1])
     server.close()
     await server.wait_closed()
-    await gate.open()
+    await proxy.open()
     for _ in range(2):
-        reader, writer = await asyncio.open_connection(HOST, gate.port)
+        reader, writer = await asyncio.open_connection(HOST, proxy.port)
         async with asyncio.timeout(SOON_S):
             with suppress(ConnectionError):
                 assert await reader.read(1) == b""
         writer.close()
-    assert gate.passages == set()
-    await gate.close()
+    assert proxy.connections == set()
+    await proxy.close()

@@ -1,4 +1,4 @@
-"""A history, put together: every lease with all that became of it, every request, every wait, every fault."""
+"""An index of a history: leases with their runs and settlements, requests, waits and faults."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ Key = tuple[str, str]
 """A queue and an id."""
 
 
-DEALT_S = 0.05
-"""A kill is noted up to so long before it is dealt."""
+KILL_RECORDED_S = 0.05
+"""The time of a kill in the history is at most this long before the kill."""
 
 
 class Sent(NamedTuple):
-    """What a lease was to be settled with."""
+    """One attempt to settle a lease."""
 
     how: str
     at: float
     answered_at: float | None
     reply: str | None
-    """None if nobody has heard the answer: it may have been carried out."""
+    """None if no reply arrived: the storage may have carried it out."""
 
 
 class Asked(NamedTuple):
-    """A request, and what was answered."""
+    """A request and its reply."""
 
     at: float
     answered_at: float
-    """0 if nobody has heard the answer."""
+    """0 if no reply arrived."""
     token: str
+    keeps_payload: bool
     priority: int
     delay_ms: int
     run_at: int
-    updates: bool
     placed: str
-    """Empty then."""
+    """Empty if no reply arrived."""
     generation: int
 
 
@@ -51,12 +51,12 @@ class Cancel(NamedTuple):
 
 @dataclass(eq=False)
 class Lease:
-    """A claim, and all that became of it."""
+    """A claimed job: its claim, run and settlements."""
 
     queue: str
     claim: history.Claim
     pid: int
-    """Of the worker that claimed it."""
+    """Process of the worker that claimed it."""
     asked_at: float
     at: float
     started: history.Started | None = None
@@ -77,55 +77,57 @@ class Lease:
 
     @property
     def run_pid(self) -> int:
-        """Where it ran, or would have."""
+        """Process of the run, or of the worker if it never started."""
         return self.pid if self.started is None else self.started.pid
 
     @property
     def settled(self) -> Sent | None:
-        """How it ended, if its holder has heard so."""
+        """The settlement that was confirmed, if there is one."""
         return next((one for one in self.sent if one.reply == "ok"), None)
 
     @property
     def possible(self) -> set[str]:
-        """What it may have been settled with, whether or not anybody has heard so."""
+        """Ways in which it may have been settled: all attempts that were not refused."""
         return {one.how for one in self.sent if one.reply != "lost"}
 
     def __str__(self) -> str:
         claim = self.claim
-        ran = f", {self.started.kind} in {self.started.pid}" if self.started else ", never begun"
+        ran = f", {self.started.kind} in {self.started.pid}" if self.started else ", never started"
         how = f", ended {self.ended.how}" if self.ended else ""
-        settled = "".join(f", {one.how}: {one.reply or 'no answer'}" for one in self.sent)
+        settled = "".join(f", {one.how}: {one.reply or 'no reply'}" for one in self.sent)
         return (
             f"{self.queue} {claim.id} generation {claim.generation} fence {claim.fence} attempt {claim.attempts}"
             f" (worker {self.pid} at {self.at:.3f}{ran}{how}{settled})"
         )
 
 
-class Story:
-    """Reads the lines of each process. What a process has begun and not ended before it was killed is there, too."""
+class HistoryIndex:
+    """Reads the lines of each process. A call whose process was killed before the reply is included."""
 
     def __init__(self, processes: Iterable[Iterable[Any]]) -> None:
         self.asked: dict[Key, list[Asked]] = defaultdict(list)
         self.leases: dict[tuple[str, str, int], Lease] = {}
         self.of_id: dict[Key, list[Lease]] = defaultdict(list)
-        """By fence."""
-        self.unheard: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
-        """Claims that nobody has heard an answer to: when, until when at the latest it was known, of which process."""
+        """Leases of each id, in the order of their fences."""
+        self.unanswered: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+        """Claims without a reply: when each was sent, when its error arrived (or the same time), and its process."""
         self.cancels: dict[Key, list[Cancel]] = defaultdict(list)
         self.waits: list[tuple[history.Waiting, history.Waited | None]] = []
-        self.told: Counter[tuple[str, str, int]] = Counter()
+        self.failures: Counter[tuple[str, str, int]] = Counter()
+        """How often a fail handler got the failure of a queue, id and generation."""
         self.stalls: dict[Key, list[float]] = defaultdict(list)
         self.faults: list[history.Fault] = []
+        self.samples: list[history.Sample] = []
         self.kept: dict[Key, history.Kept] = {}
         self.closing: history.Closing | None = None
-        self.strange: list[str] = []
-        """What cannot be: a run without a claim, a lease that ran twice, a fence that two have."""
+        self.impossible: list[str] = []
+        """Things that must not occur: a run without a claim, a lease that ran twice, a fence used twice."""
         self._starts: list[history.Started] = []
         self._ends: list[history.Ended] = []
         self._settled: list[tuple[history.Settling, history.Settled | None]] = []
         for lines in processes:
             self._read(lines)
-        self._put_together()
+        self._connect()
 
     def _read(self, lines: Iterable[Any]) -> None:
         begun: dict[int, Any] = {}
@@ -139,10 +141,12 @@ class Story:
                     self._starts.append(line)
                 case history.Ended():
                     self._ends.append(line)
-                case history.Told():
-                    self.told[line.queue, line.id, line.generation] += 1
+                case history.FailureReported():
+                    self.failures[line.queue, line.id, line.generation] += 1
                 case history.Fault():
                     self.faults.append(line)
+                case history.Sample():
+                    self.samples.append(line)
                 case history.Stalled():
                     self.stalls[line.queue, line.id].append(line.at)
                 case history.Kept():
@@ -155,26 +159,26 @@ class Story:
             self._take(first, None)
 
     def _take(self, first: Any, last: Any) -> None:
-        """Something that has a beginning, and perhaps an end."""
+        """Add a call, with its reply if there is one."""
         error = str(getattr(last, "error", ""))
-        heard: Any = None if error else last
+        reply: Any = None if error else last
         match first:
             case history.Asking():
-                self._ask(first, heard)
+                self._ask(first, reply)
             case history.Claiming():
-                if not heard:
-                    self.unheard[first.queue].append((first.at, first.at if last is None else last.at, first.pid))
-                for claim in heard.claims if heard else ():
-                    lease = Lease(first.queue, claim, first.pid, first.at, heard.at)
+                if not reply:
+                    self.unanswered[first.queue].append((first.at, first.at if last is None else last.at, first.pid))
+                for claim in reply.claims if reply else ():
+                    lease = Lease(first.queue, claim, first.pid, first.at, reply.at)
                     if (first.queue, claim.id, claim.fence) in self.leases:
-                        self.strange.append(f"two have it: {lease}")
+                        self.impossible.append(f"claimed twice: {lease}")
                     self.leases[first.queue, claim.id, claim.fence] = lease
                     self.of_id[first.queue, claim.id].append(lease)
             case history.Settling():
-                self._settled.append((first, heard))
+                self._settled.append((first, reply))
             case history.Cancelling():
                 for at, id in enumerate(first.ids):
-                    cancel = Cancel(first.at, last.at if last else first.at, heard.replies[at] if heard else "")
+                    cancel = Cancel(first.at, last.at if last else first.at, reply.replies[at] if reply else "")
                     self.cancels[first.queue, id].append(cancel)
             case history.Waiting():
                 self.waits.append((first, last))
@@ -188,22 +192,22 @@ class Story:
                     first.at,
                     last.at if last else 0.0,
                     first.tokens[at],
+                    first.keeps_payload,
                     first.priorities[at],
                     first.delays_ms[at],
                     first.run_ats[at],
-                    first.updates,
                     last.placed[at] if last else "",
                     last.generations[at] if last else 0,
                 )
             )
 
-    def _put_together(self) -> None:
+    def _connect(self) -> None:
         for started in self._starts:
             lease = self.leases.get((started.queue, started.id, started.fence))
             if lease is None:
-                self.strange.append(f"a run without a claim: {started}")
+                self.impossible.append(f"a run without a claim: {started}")
             elif lease.started is not None:
-                self.strange.append(f"a lease that ran twice: {started}")
+                self.impossible.append(f"a lease that ran twice: {started}")
             else:
                 lease.started = started
         for ended in self._ends:
@@ -215,11 +219,12 @@ class Story:
                 if lease := self.leases.get((settling.queue, one.id, one.fence)):
                     lease.sent.append(Sent(one.how, settling.at, settled.at if settled else None, reply))
                 elif reply == "ok":
-                    self.strange.append(f"nobody had what was settled: {settling.queue} {one}")
+                    self.impossible.append(f"settled without a claim: {settling.queue} {one}")
         for leases in self.of_id.values():
             leases.sort(key=lambda lease: lease.fence)
         for asked in self.asked.values():
             asked.sort(key=lambda one: one.at)
+        self.samples.sort(key=lambda sample: sample.at)
         self.faults.sort(key=lambda fault: fault.at)
         self.by_target: dict[int, list[history.Fault]] = defaultdict(list)
         for fault in self.faults:
@@ -232,21 +237,23 @@ class Story:
                 self.runs_of[lease.started.pid].append(lease)
 
     def next_of(self, lease: Lease) -> Lease | None:
-        """The lease of the same id that follows."""
+        """The next lease of the same id."""
         leases = self.of_id[lease.queue, lease.id]
         at = leases.index(lease) + 1
         return leases[at] if at < len(leases) else None
 
     def possible(self, queue: str, id: str, since: int, before: int) -> set[str]:
-        """What generations from `since` on may have been settled with."""
+        """Ways in which generations from `since` to before `before` may have been settled."""
         leases = self.of_id.get((queue, id), [])
         return {how for lease in leases if since <= lease.generation < before for how in lease.possible}
 
     def killed_at(self, pid: int, since: float) -> float | None:
         kills = (
-            fault.at for fault in self.by_target[pid] if fault.kind == "worker kill" and fault.at >= since - DEALT_S
+            fault.at
+            for fault in self.by_target[pid]
+            if fault.kind == "worker kill" and fault.at >= since - KILL_RECORDED_S
         )
         return next(kills, None)
 
-    def tell(self, queue: str, id: str) -> str:
+    def describe(self, queue: str, id: str) -> str:
         return "; ".join(map(str, self.of_id.get((queue, id), []))) or "never claimed"

@@ -1,8 +1,8 @@
-"""A proxy that wrecks connections at any byte: everybody who takes part has a gate of its own to the server.
+"""A proxy that disturbs connections at any byte. Each process reaches the server through its own proxy.
 
-Nothing is known here of what the bytes mean. A wreck waits until so many bytes have passed in one direction, and then
-cuts the connection, holds it up, lets only a part of what has come through and closes, or falls silent: the
-connection stays open, and nothing passes any more.
+The proxy does not know the protocol. A fault waits until a number of bytes has passed in one direction, and then cuts
+the connection, delays it, passes a part of a message and closes, or stays silent: the connection stays open, and no
+byte passes.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ KINDS: tuple[Kind, ...] = ("cut", "delay", "truncate", "silence")
 
 
 @dataclass
-class Wreck:
-    """What is to happen to a connection, and what it tells once that has."""
+class ConnectionFault:
+    """A fault that a connection will have."""
 
     kind: Kind
     to_server: bool
     bytes_left: int
     seconds: float
-    """How long a delay lasts, or a silence, before the connection is closed at last."""
-    done: Callable[[float], None]
-    """Called with the time until which the connection is of no use."""
+    """How long a delay lasts, or a silence until the connection is closed."""
+    on_done: Callable[[float], None]
+    """Called with the time until which the connection is disturbed."""
 
 
 @dataclass(eq=False)
-class Passage:
-    """One connection of a client, and its own to the server."""
+class Connection:
+    """A connection of a client, and the connection to the server that belongs to it."""
 
     number: int
     to_client: asyncio.StreamWriter
     to_server: asyncio.StreamWriter
-    wreck: Wreck | None = None
+    fault: ConnectionFault | None = None
     silent: bool = False
     held_until: float = 0.0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_server: bool) -> None:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to_server: bool) -> None:
         try:
             while data := await reader.read(CHUNK):
-                wreck = self.wreck
-                if wreck is not None and wreck.to_server == to_server:
-                    if wreck.bytes_left >= len(data):
-                        wreck.bytes_left -= len(data)
+                fault = self.fault
+                if fault is not None and fault.to_server == to_server:
+                    if fault.bytes_left >= len(data):
+                        fault.bytes_left -= len(data)
                     else:
-                        data = self._happen(wreck, data)
+                        data = self._apply(fault, data)
                 if self.silent:
                     continue
                 await asyncio.sleep(max(self.held_until - asyncio.get_running_loop().time(), 0))
@@ -66,35 +66,35 @@ class Passage:
             if not self.silent:
                 self.close()
 
-    def _happen(self, wreck: Wreck, data: bytes) -> bytes:
-        """Now. What of the data still passes."""
-        self.wreck = None
+    def _apply(self, fault: ConnectionFault, data: bytes) -> bytes:
+        """Apply the fault. Returns the data that still passes."""
+        self.fault = None
         now = asyncio.get_running_loop().time()
-        passing = data[: wreck.bytes_left]
-        match wreck.kind:
+        passing = data[: fault.bytes_left]
+        match fault.kind:
             case "cut":
                 self.abort(reset=True)
-                wreck.done(now)
+                fault.on_done(now)
                 return b""
             case "truncate":
-                (self.to_server if wreck.to_server else self.to_client).write(passing)
+                (self.to_server if fault.to_server else self.to_client).write(passing)
                 self.close()
-                wreck.done(now)
+                fault.on_done(now)
                 return b""
             case "silence":
                 self.silent = True
-                asyncio.get_running_loop().call_later(wreck.seconds, self.abort)
-                wreck.done(now + wreck.seconds)
+                asyncio.get_running_loop().call_later(fault.seconds, self.abort)
+                fault.on_done(now + fault.seconds)
                 return b""
             case "delay":
-                self.held_until = now + wreck.seconds
-                wreck.done(self.held_until)
+                self.held_until = now + fault.seconds
+                fault.on_done(self.held_until)
                 return data
 
-    def give_up_waiting(self, wreck: Wreck) -> None:
-        """Nothing has passed for long: then let it happen to a connection that is idle."""
-        if self.wreck is wreck:
-            self._happen(wreck, b"")
+    def apply_when_idle(self, fault: ConnectionFault) -> None:
+        """Apply the fault to an idle connection, if it is still waiting for bytes."""
+        if self.fault is fault:
+            self._apply(fault, b"")
 
     def close(self) -> None:
         for writer in (self.to_client, self.to_server):
@@ -102,7 +102,7 @@ class Passage:
                 writer.close()
 
     def abort(self, reset: bool = False) -> None:
-        """Close both sides at once; with `reset` the others learn of it by an error, not by an end."""
+        """Close both sides at once; with `reset` they get an error instead of an end of file."""
         self.silent = True
         for writer in (self.to_client, self.to_server):
             connection = writer.get_extra_info("socket")
@@ -112,13 +112,13 @@ class Passage:
                 writer.transport.abort()
 
 
-class Gate:
-    """Where one process finds the server."""
+class FaultyProxy:
+    """A listener in front of the server, for one process."""
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
         self._numbers = itertools.count()
-        self.passages: set[Passage] = set()
+        self.connections: set[Connection] = set()
         self.port = 0
 
     async def open(self) -> None:
@@ -127,9 +127,9 @@ class Gate:
 
     async def close(self) -> None:
         self._listener.close()
-        for passage in list(self.passages):
-            passage.abort()
-        await asyncio.gather(*(task for passage in list(self.passages) for task in passage.tasks))
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.gather(*(task for connection in list(self.connections) for task in connection.tasks))
 
     async def _accept(self, from_client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         try:
@@ -137,11 +137,11 @@ class Gate:
         except OSError:
             to_client.transport.abort()
             return
-        passage = Passage(next(self._numbers), to_client, to_server)
-        self.passages.add(passage)
-        passage.tasks = [
-            asyncio.create_task(passage.carry(from_client, to_server, True)),
-            asyncio.create_task(passage.carry(from_server, to_client, False)),
+        connection = Connection(next(self._numbers), to_client, to_server)
+        self.connections.add(connection)
+        connection.tasks = [
+            asyncio.create_task(connection.forward(from_client, to_server, True)),
+            asyncio.create_task(connection.forward(from_server, to_client, False)),
         ]
-        await asyncio.gather(*passage.tasks)
-        self.passages.discard(passage)
+        await asyncio.gather(*connection.tasks)
+        self.connections.discard(connection)
