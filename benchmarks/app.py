@@ -27,7 +27,7 @@ QUICK_JOBS, QUICK_CALLS = 2_000, 100
 
 
 class Contender:
-    """A place for jobs, and what its server has spent so far, in seconds of CPU."""
+    """A storage URL, and the CPU seconds that its server has used."""
 
     def __init__(self, name: str, url: str, server: servers.Server | None = None) -> None:
         self.name = name

@@ -34,7 +34,7 @@ MORE_CPU = 1.6
 MORE_BYTES = 0.5
 """What looking at the server adds, which is a part of what is counted."""
 BY_TIME = frozenset({"announce", "extend", "layout", "ready", "sweep"})
-"""What a worker calls now and then, or once, however many jobs there are."""
+"""Verbs that a worker calls at intervals or once, independent of the number of jobs."""
 VERB = re.compile(r'"FCALL" "\w+" "\d+" "[^"]*" "(\w+)"')
 
 

@@ -1,4 +1,4 @@
-"""What a job costs through child processes: `holdfast worker` as a program of its own drains a backlog of no-op jobs,
+"""What a job costs through child processes: `holdfast worker` as a program drains a backlog of no-op jobs,
 and answers calls while idle.
 
 SQLite and Valkey take turns within a round, and so do tasks of the default size (10 units, ten runs at a time in a
@@ -101,7 +101,7 @@ class Spent:
 
 async def drain(contender: Contender, jobs: int, queue: str) -> dict[str, float]:
     """Enqueue a backlog, then time a worker that empties it, from its start to its end, less what one takes that has
-    nothing to do: how long a worker takes to start is no part of a job's cost."""
+    nothing to do: the start of a worker is not part of the cost of a job."""
     async with Holdfast(contender.url, namespace=NAMESPACE) as client:
         idle = _idle[contender.name] = _idle.get(contender.name) or await _drained(client, contender, queue, 0)
         tasks = client.queue(queue)

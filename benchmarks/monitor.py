@@ -27,7 +27,7 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """An ECHO of ours marks the end: whatever was sent before has been shown when it is."""
+        """An ECHO marks the end: all commands before it have been shown."""
         end = b"the end of %d" % self._socket.getsockname()[1]
         self._server.command("ECHO", end)
         with self._socket, self._socket.makefile("rb") as lines:

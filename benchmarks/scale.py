@@ -262,7 +262,7 @@ def _app(server: Server, namespace: str, queues: list[str]) -> Holdfast[Any]:
 
 
 async def curves(quick: bool) -> list[Curve]:
-    """Each on a server of its own."""
+    """Each on its own server."""
     found: list[Curve] = []
     percentiles = ("--latency-tracking-info-percentiles", " ".join(map(str, PERCENTILES)))
     for on_storage in (backlog, kept, expiring, payloads, due_at_once):

@@ -38,7 +38,7 @@ FLAT_JOBS = 5_000
 """Jobs of one flatness sample. They join the queue and as many leave it, so it stays about as long as is said."""
 
 Items = Sequence[Any]
-"""A contender's own jobs or leases: nobody else looks into them."""
+"""A contender's own jobs or leases: no other code reads them."""
 
 
 class Contender(Protocol):
@@ -359,7 +359,7 @@ async def measure_flatness(folder: Path) -> Flatness:
 async def _rounds(
     rounds: int, loops: Mapping[str, Sequence[Callable[[], Awaitable[Sample]]]]
 ) -> dict[str, list[list[Sample]]]:
-    """Let everybody run their loops in turn, in the other order every other round."""
+    """Run the loops of all contenders in turn, in reverse order in every second round."""
     samples: dict[str, list[list[Sample]]] = {name: [[] for _ in own] for name, own in loops.items()}
     turns = list(loops.items())
     for _ in range(rounds):

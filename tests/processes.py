@@ -1,4 +1,4 @@
-"""Processes that tests start: who is there, whose child it is, and which were left behind."""
+"""Processes that tests start: which run, their parents, and which were left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "HOLDFAST_TEST_MARK"
-"""In the environment of everything that a test starts: a value of its own."""
+"""Environment variable of all processes that a test starts, with a different value for each test."""
 
 
 def parents() -> dict[int, int]:
@@ -38,7 +38,7 @@ def marked(mark: str) -> list[int]:
 
 
 def send(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Send a signal. False if there is no such process any more."""
+    """Send a signal. False if the process has ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         return True

@@ -59,7 +59,7 @@ class Proxy:
     * "cut": close the connection, so the server did it and the client never learns;
     * "half": send the first half of the reply, then close the connection.
 
-    Whatever was forwarded before a connection is closed still reaches the server, and the log has its replies. What a
+    Bytes that were forwarded before a connection is closed still reach the server, and the log has its replies. What a
     client had sent behind the command that closed its connection is lost. A connection is passed through unseen once
     it has subscribed. An error in a hook closes the connection, and is raised at the end of the block.
     MONITOR and CLIENT REPLY are not understood.
@@ -87,7 +87,7 @@ class Proxy:
             connection.hang_up()
 
     async def release(self) -> list[bytes]:
-        """Send all held commands, one after the other, and return their replies, which nobody else gets."""
+        """Send all held commands, one after the other, and return their replies, which no client gets."""
         held, self.held = self.held, []
         return [await connection.deliver(exchange, data) for connection, exchange, data in held]
 
@@ -253,7 +253,7 @@ class _Connection:
             self._end(to_server)
 
     def _take_reply(self, data: bytes) -> None:
-        if data.startswith(b">") or not self.due:  # a push, or a refusal to serve this client: nobody's reply
+        if data.startswith(b">") or not self.due:  # a push, or a refusal to serve this client: not a reply to a call
             self._answer(data)
             return
         due = self.due.popleft()
@@ -302,7 +302,7 @@ class _Connection:
 
 @asynccontextmanager
 async def slow_link(server_port: int, bytes_per_s: int) -> AsyncGenerator[str]:
-    """Pass at most so many bytes per second to a server, and as many back. Yields the URL of this side."""
+    """Limit the bytes per second to a server and back. Yields the URL of this side."""
     loop = asyncio.get_running_loop()
     tasks: list[asyncio.Task[None]] = []
 

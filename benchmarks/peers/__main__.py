@@ -1,6 +1,6 @@
 """Holdfast beside other job queues: the same work for all, on this machine, one after the other.
 
-Each system is installed from its registry into .bench/, runs in processes of its own against a private Valkey without
+Each system is installed from its registry into .bench/, runs in its own processes against a private Valkey without
 persistence (or a SQLite file), and is measured in every round, in an order that changes. What comes of it is written to
 benchmarks/results/. How to read it: benchmarks/README.md.
 """

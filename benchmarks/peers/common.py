@@ -49,7 +49,7 @@ def job(n: int) -> dict[str, Any]:
 
 
 def _marks() -> Callable[[int], None]:
-    """Each process writes into a file of its own: number and time of each job that has begun. Memory that is mapped,
+    """Each process writes into its own file: number and time of each job that has begun. Memory that is mapped,
     rather than a write for each: the cost of a mark must not be a part of what is measured."""
     descriptor = os.open(os.path.join(FOLDER, f"marks-{os.getpid()}"), os.O_RDWR | os.O_CREAT)
     os.ftruncate(descriptor, ROOMS * MARK.size)
@@ -129,7 +129,7 @@ def serve(client: Any, *packages: str) -> None:
     if it is a blocking one, `enqueue(n)`, `bulk(numbers)`, and `result(handle)` for what `enqueue` returned.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # the output of a library is not an answer
     asyncio.run(_serve(client, answers, versions(packages)))
 
 

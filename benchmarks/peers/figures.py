@@ -1,7 +1,7 @@
 """What the rounds say together: medians, spreads and ratios, and the names of all that is measured.
 
 A ratio says how many times better Holdfast is, whichever direction is better, and is the median of the rounds' own
-ratios, so that a slow minute hits both sides. Whatever is on SQLite is compared with Holdfast on SQLite.
+ratios, so that a slow minute hits both sides. Systems on SQLite are compared with Holdfast on SQLite.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class _Round:
         self.figures["bytes"] = (self.stored() - size) / self.jobs
 
     def drain(self, worker: Process) -> None:
-        """What it costs is counted from when a tenth has begun: how long a worker takes to start is no part of it."""
+        """The cost is counted from the moment when a tenth has begun: it does not include the start of the worker."""
         total = self.next - 1
         self.wait_for_marks(worker, max(1, total // 10), 0.002)
         cpu, begun, before = worker.cpu_s(), self.marks.read(), self.look()
@@ -254,7 +254,7 @@ def per(calls: Counter[str], count: float) -> dict[str, float]:
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What the server has done so far."""
+    """The commands and CPU seconds of the server until now."""
 
     cpu_s: float = 0.0
     calls: Counter[str] = Counter()
@@ -262,7 +262,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Process:
-    """An adapter in one of its roles, in a session of its own. It dies with us."""
+    """An adapter in one of its roles, in its own session. It ends with this process."""
 
     def __init__(self, role: str, command: list[str], environment: dict[str, str], folder: Path, cwd: Path) -> None:
         self.role = role
@@ -359,7 +359,7 @@ class Process:
 
 
 class Marks:
-    """Which jobs have begun, and when: what the workers' processes have written so far."""
+    """Which jobs have begun, and when: what the workers' processes have written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -384,7 +384,7 @@ class Marks:
             whole = chunk[: len(chunk) - len(chunk) % MARK.size]
             new = 0
             for n, at in MARK.iter_unpack(whole):
-                if at == 0:  # Nobody has been here yet, or a thread is about to be.
+                if at == 0:  # No thread has written it yet.
                     break
                 self.again += n in self.begun
                 self.begun.setdefault(n, at)

@@ -95,8 +95,8 @@ LIMITED = (
 )
 LIMITS = (
     "What nothing on our schema can be much faster than: our own functions over a blocking socket, and bare statements "
-    "on our own tables, claimed and settled by the hundred; nothing is checked, retried or answered. They are no "
-    "peers, since nobody could use them.\n"
+    "on our own tables, claimed and settled by the hundred; nothing is checked, retried or answered. They are not "
+    "peers, since no program could use them.\n"
 )
 RATIOS = (WORKER_CPU, SERVER_CPU, DRAIN, BULK, ENQUEUE, CALLS, CALL, CALL_P99, PICKUP, BYTES)
 
@@ -117,7 +117,7 @@ def markdown(run: Run, systems: Sequence[System], page: Page) -> str:
         f"# {page.title}\n",
         f"Written by `{page.command}`; how it is measured: [benchmarks](../README.md).\n",
         table(["", ""], [[name, what] for name, what in run.about.items()]),
-        "Medians of the rounds (least..most). `-`: the system cannot, or the round did not get so far.\n",
+        "Medians of the rounds (least..most). `-`: the system cannot, or the round ended before.\n",
         *(f"![{title}]({page.name}-{name}.svg)\n" for name, (_, title) in drawn(run, systems).items()),
     ]
     if contenders:
@@ -178,7 +178,7 @@ def _described(run: Run, systems: Sequence[System]) -> list[list[str]]:
 
 
 def _commands(run: Run, systems: Sequence[System]) -> list[list[str]]:
-    """Of the last round that got so far."""
+    """Of the last round that has the figure."""
     rows: list[list[str]] = []
     for system in systems:
         seen = [turn[system.name].commands for turn in run.rounds if system.name in turn]

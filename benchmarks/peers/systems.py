@@ -1,4 +1,4 @@
-"""The systems that are measured, and where they come from: each has a folder of its own under `.bench/`, with a virtual
+"""The systems that are measured, and where they come from: each has its own folder under `.bench/`, with a virtual
 environment or node_modules that is installed from the registries when first needed. Nothing of them is kept here.
 """
 
@@ -190,7 +190,7 @@ SYSTEMS = (
         LIMIT_ADAPTER,
         (),
         60_000,
-        note="our own functions over a blocking socket, claim and settle 100; nothing is checked, nobody is answered",
+        note="our own functions over a blocking socket, claim and settle 100; nothing is checked or answered",
     ),
     System(
         LIMIT_SQLITE,

@@ -1,5 +1,5 @@
 """The limit: our own functions over a blocking socket, or bare statements on our own schema. A loop claims a hundred,
-marks each as run, and settles them; nobody is answered."""
+marks each as run, and settles them; no caller gets an answer."""
 
 from __future__ import annotations
 

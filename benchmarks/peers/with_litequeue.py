@@ -1,4 +1,4 @@
-"""litequeue: a table in SQLite and no worker, so here is the plainest loop. No results, and nobody is woken: an idle
+"""litequeue: a table in SQLite and no worker, so this is the simplest loop. No results, and no worker is woken: an idle
 worker looks again after a millisecond."""
 
 from __future__ import annotations

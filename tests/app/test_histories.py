@@ -35,8 +35,8 @@ DRAIN_S = 60
 PROGRAM = Program(lease_s=0.5)
 IN_PROCESS = {"slow": 3, "sleep": 1, "stubborn": 1, "block": 2}
 PROFILE = Profile(kinds=MILD | IN_PROCESS, other_kinds=MILD | {"slow": 3}, backlog=60, block_every_s=float("inf"))
-STALL_S = PROGRAM.lease_s / 8
-"""A pause of the event loop of this length may cost a lease of 0.5 s."""
+STALL_S = PROGRAM.lease_s / 4
+"""A pause of the event loop that delays a heartbeat by its whole interval may cost a lease."""
 USUAL_SEEDS = 1
 SLOW_SEEDS = 6
 """Seeds on each storage with `./dev test --all`, which leaves out the usual ones."""

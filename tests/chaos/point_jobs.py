@@ -49,7 +49,7 @@ STATES = {
 """How the jobs of a queue may end."""
 STARTS = {"flaky": 2, "bad": 2, "tick": 2, "endless": 2}
 """How often a job of a queue may be started if nothing goes wrong: once, unless said here. What `tick` asks for may be
-refused, and that is its failure; `endless` is stopped with its worker if nobody could cancel it."""
+refused, and that is its failure; `endless` is stopped with its worker if no caller could cancel it."""
 
 
 class Notes:
@@ -259,7 +259,7 @@ class Program:
 
 
 async def work(program: Program) -> None:
-    """All kinds of jobs, an inline worker with hooks, and somebody who waits for them."""
+    """All kinds of jobs, an inline worker with hooks, and a caller that waits for them."""
     surround(program.app)
     async with program.app, program.app.worker(lease=LEASE_S, grace=1):
         ok = program.tasks["ok"]
@@ -303,7 +303,7 @@ async def call(program: Program) -> None:
 
 
 async def _for_ever(program: Program) -> None:
-    """A wait without a limit of its own."""
+    """A wait without its own limit."""
     try:
         async with asyncio.timeout(WAIT_S):
             await program.app.queue("patient").result("patient-1", wait=None)
@@ -498,7 +498,7 @@ async def _dropped_by_another(program: Program, queue: Any) -> None:
 
 
 async def troubled(program: Program) -> None:
-    """The storage fails now and then, and comes back: while a worker starts, while it settles, while it beats."""
+    """The storage fails several times, and comes back: while a worker starts, while it settles, while it beats."""
     surround(program.app)
     broken = program.notes.break_storage
     async with program.app:
@@ -631,7 +631,7 @@ def _judge_records(lines: list[dict[str, Any]], records: dict[tuple[str, str], A
                 wrong.append(f"the fail handler's job {id} in {queue} is {job.state}: {job.error}")
             continue
         if (queue, id) not in asked:
-            wrong.append(f"phantom: nobody asked for {id} in {queue}")
+            wrong.append(f"phantom: no request for {id} in {queue}")
         if str(job.state) not in STATES[queue]:
             wrong.append(f"{id} in {queue} is {job.state}, not {' or '.join(STATES[queue])}: {job.error}")
     for queue in ("bad", "fat"):

@@ -1,8 +1,8 @@
-"""The process in which the programs of point_jobs.py meet their faults. Cases come in as lines, verdicts go out so.
+"""The process that runs the programs of point_jobs.py with their faults. It reads cases and writes verdicts, as lines.
 
 Everything is imported once, with its points; there is no event loop and no thread. Each case is a fork, which forks the
-victim, waits for its end, and then is the healthy process that finishes the work and judges it. So a case costs two
-forks instead of two starts of Python.
+victim, waits for its end, and then finishes the work as a healthy process and checks it. A case costs two forks instead
+of two starts of Python.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SHORTER: dict[str, dict[str, Any]] = {
     "_client.waiters": {"ASK_AGAIN_S": 0.1},
     "storage.redis.notify": {"QUIET_S": 0.2},
 }
-"""Pauses that would only be waited out here."""
+"""Shorter pauses: nothing happens during them."""
 BEGIN_S = 1_800_000_000.0
-"""What the victim's clock says, all the time."""
+"""The constant time of the victim's clock."""
 LATER_S = 1_000.0
-"""How much later it is for those who heal."""
+"""How much later the clock of the healthy process is."""
 VICTIM_S = 12.0
 HEALER_S = 20.0
 """A process that takes longer hangs."""
 SETTLE_S = 1.0
-"""How long what was begun may take to end, once a program is over."""
+"""How long open tasks may take to end after the program."""
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class CaseVerdict(msgspec.Struct):
 # The victim
 
 OWN = {("handler.py", "perform"), ("point_stage.py", "_run"), ("point_jobs.py", "_take_all")}
-"""Coroutines whose tasks are cancelled alone. No others are, by anybody."""
+"""Coroutines whose tasks are cancelled alone. No others are."""
 
 
 class Breakable(sqlite3.Connection):
@@ -157,7 +157,7 @@ class Victim:
             points.do(plan)
 
     def _cancel(self, task: asyncio.Task[Any] | None) -> None:
-        """A program cancels what is its own; a worker, its runs. Tasks that nobody else knows of are cancelled with all
+        """A program cancels what is its own; a worker, its runs. Tasks that no other part knows are cancelled with all
         others, as at the end of a program."""
         code = getattr(task.get_coro(), "cr_code", None) if task is not None else None
         if task is not None and code is not None and (Path(code.co_filename).name, code.co_name) in OWN:
@@ -202,7 +202,7 @@ class Victim:
         if self._task.cancelled():
             self.verdict.raised.append("it was cancelled")
             if self._case.action not in ("cancel", "late", "stop"):
-                self.verdict.problems.append("the program was cancelled by nobody")
+                self.verdict.problems.append("the program was cancelled without a reason")
             return
         error = self._task.exception()
         if error is None:
@@ -225,7 +225,7 @@ class Victim:
     def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         text = "" if error is None else "".join(traceback.format_exception(error))
-        self.verdict.problems.append(f"nobody saw to this: {context['message']}\n{text}")
+        self.verdict.problems.append(f"not handled: {context['message']}\n{text}")
 
 
 async def _run(program: Any, of: Any) -> None:
@@ -277,7 +277,7 @@ def make_program(place: Place, now: float) -> Any:
 
 
 def run_case(order: Order) -> Verdict:
-    """In a process of its own, without threads: it forks the victim."""
+    """In its own process, without threads: it forks the victim."""
     Path(order.place.folder).mkdir(parents=True)
     verdict = _victimise(order)
     try:

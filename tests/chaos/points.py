@@ -1,6 +1,6 @@
 """Failpoints at every await of the package, without a trace of them in the package itself.
 
-`install` puts an importer in front of Python's own. It rewrites each module as it is loaded, so that every `await`, and
+`install` puts an importer in front of Python's. It rewrites each module as it is loaded, so that every `await`, and
 every one that hides in `async with` and `async for`, is announced before it begins and after it ended. A point is named
 for its place: `drain.Drain._send#2` is the second in that function, and `.enter`, `.exit` and `.next` are the hidden
 ones. So none can be forgotten, and a new one is covered by itself. Modules that are not on a job's path are `OFF_PATH`.
@@ -253,7 +253,7 @@ def names() -> list[str]:
 # The importer
 
 constants: dict[str, dict[str, Any]] = {}
-"""Values to put in place of a module's own as soon as it is loaded, before others take them from there."""
+"""Values that replace those of a module as soon as it is loaded, before other modules import them."""
 
 
 class Loader(importlib.machinery.SourceFileLoader):
@@ -283,7 +283,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def install(others: dict[str, dict[str, Any]]) -> None:
-    """From now on the package is loaded with its points, and with other constants. This is for a process of its own."""
+    """Load the package with its points and with other constants from now on. Call it only in a separate process."""
     constants.update(others)
     assert PACKAGE not in sys.modules, f"{PACKAGE} is loaded already, without its points"
     sys.meta_path.insert(0, Finder())

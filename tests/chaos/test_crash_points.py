@@ -1,5 +1,5 @@
 """A crash, a cancel, a stop and a broken connection at every await of the package: nothing is lost, nothing runs for
-no reason, nobody waits for ever, nothing is left behind.
+no reason, no caller waits for ever, nothing is left behind.
 
 The points are made by points.py, the programs are in point_jobs.py, point_stage.py forks and judges. What happens:
 
@@ -58,7 +58,7 @@ UNREACHED = {
     "_worker.processes.pool.Pool.open#3": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
     "_worker.processes.pool.Pool._roll#*": "the same",
-    "_worker.processes.os_process.Process.kill_and_wait#3": "a child left processes of its own behind",
+    "_worker.processes.os_process.Process.kill_and_wait#3": "a child left its own processes behind",
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
     "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._ensure_open#*": "the same",
@@ -98,7 +98,7 @@ ONCE_BROKEN = (
 
 
 def awaits_in(code: CodeType) -> set[tuple[object, ...]]:
-    """Where the compiler put an await, whatever the source looks like. What it wrote twice counts once."""
+    """Where the compiler put an await, which the source may not show. What it wrote twice counts once."""
     found: set[tuple[object, ...]] = set()
     for step in dis.get_instructions(code):
         if step.opname in ("GET_AWAITABLE", "GET_ANEXT"):

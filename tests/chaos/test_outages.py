@@ -1,7 +1,7 @@
-"""The storage goes away, freezes, or steps its clock, under real workers with jobs: they go on by themselves, the same
-processes as before, and nothing that lives is run again.
+"""The storage goes away, freezes, or steps its clock, under real workers with jobs. The same processes continue without
+help, and no run that goes on is repeated.
 
-Leases are short and the machine may be busy: what must be right is asked strictly, how long it takes generously.
+Leases are short and the machine may be busy: results are checked exactly, times with generous limits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["scene"]
 pytestmark = pytest.mark.suite("slow")
 
 LEASE_S = 1.0
-"""After an outage a living holder has half of it to be heard of again, on a busy machine too."""
+"""After an outage a living worker has half of it to extend its leases, also on a busy machine."""
 NOISE_S = 4.0
 """What a busy machine, and a last look at the storage, may add to a bound."""
 CLAIM_S = 5.0
@@ -191,7 +191,7 @@ async def be_away_for(scene: Scene, away: Away, leases: float, held: Any) -> Non
 
 @asynccontextmanager
 async def a_stream_of_jobs(scene: Scene) -> AsyncIterator[None]:
-    """All the time somebody asks for jobs, so that an outage meets calls of every kind. Each that was taken runs, and
+    """A producer enqueues jobs all the time, so that an outage meets calls of every kind. Each that was taken runs, and
     none runs twice."""
     taken: list[str] = []
     over = asyncio.Event()
@@ -238,7 +238,7 @@ def assert_ran_again_for_a_reason(scene: Scene, ids: set[str]) -> None:
 async def test_clock_step_of_an_hour_loses_no_lease_and_runs_nothing_early(
     place: ShakyPlace, clock: SharedClock, scene: Scene
 ) -> None:
-    """An hour on and an hour back under running jobs, waiting jobs and waiting callers; then an hour on while nobody
+    """An hour on and an hour back under running jobs, waiting jobs and waiting callers; then an hour on while no worker
     can reach the storage. Workers are inline: a parent of child processes is given no clock."""
     scene.environment[clocks.PATH] = str(scene.folder / "clock")
     options = ("--inline", "--lease", f"{LEASE_S}", "--grace", "3", "--name")

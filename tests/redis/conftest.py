@@ -48,7 +48,7 @@ async def clone(server: Server) -> AsyncIterator[Stage]:
 
 @asynccontextmanager
 async def opened(url: str, like: Stage | None = None, namespace: str = "") -> AsyncIterator[Stage]:
-    """A storage on a namespace and a clock of its own, or on those of another stage, as another process has it."""
+    """A storage with its own namespace and clock, or with those of another stage, as another process has it."""
     clock = ManualClock() if like is None else like.clock
     namespace = namespace or (uuid.uuid4().hex if like is None else namespace_of(like))
     async with connect(url, clock=clock, namespace=namespace) as storage:

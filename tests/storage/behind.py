@@ -19,7 +19,7 @@ from tests import servers
 
 META = ("layout", "last_at", "last_stamp", "skew", "paused", "unused", "priorities", "forget_at", *VIEWS)
 TOTALS = struct.Struct(f"<Bqqq BBH q qq {len(form.KINDS)}q")
-"""The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is left as it is."""
+"""The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is not changed."""
 
 Member = tuple[str, bytes, float]
 """An entry of an index: the index, the member, its score."""

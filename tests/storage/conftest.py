@@ -1,4 +1,4 @@
-"""Every test that takes a `stage` runs once per storage, on a clock of its own, and ends with a clean audit. A module
+"""Every test that takes a `stage` runs once per storage, on its own clock, and ends with a clean audit. A module
 with `STORAGES` is only for the storages that it names."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _load(name: str) -> Harness:
-    """One of ours by its name, or any other by where it is."""
+    """A storage of this project by its name, or another by its import path."""
     for harness in HARNESSES:
         if harness.name == name:
             return harness
@@ -50,6 +50,6 @@ def nothing_without_an_owner() -> Iterator[None]:
 
 @pytest.fixture
 async def other(stage: Stage, harness: Harness, clock: ManualClock, tmp_path: Path) -> AsyncIterator[Stage]:
-    """The same queue through a storage object of its own, as another process has it."""
+    """The same queue through another storage object, as another process has it."""
     async with harness.open(clock, tmp_path) as storage:
         yield Stage(storage, clock)

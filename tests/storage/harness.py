@@ -78,7 +78,7 @@ class SqliteHarness:
 
 
 class RedisHarness:
-    """A server that all tests share; each folder is a namespace of its own."""
+    """A server that all tests share; each folder is another namespace."""
 
     def __init__(self, server: Literal["valkey", "redis"]) -> None:
         self.name: str = server

@@ -20,7 +20,7 @@ local reply = {found, redis.call('SMEMBERS', shared .. ':queues'), redis.call('H
 for _, entry in ipairs(found) do redis.call('UNLINK', entry[1]) end
 return reply
 """
-"""One round trip, after each of thousands of tests. The server is otherwise empty, so that KEYS is no burden."""
+"""One round trip, after each of thousands of tests. The server is otherwise empty, so that KEYS is fast."""
 
 OF_QUEUES = {
     "meta": "string",

@@ -21,7 +21,7 @@ from holdfast.storage.local.sqlite import SqliteStorage
 LEASE_MS = 300
 HOUR_MS = 3_600_000
 LIFE_S = 60.0
-"""No process outlives a test by more than this, whatever happens."""
+"""No process outlives a test by more than this, in any case."""
 
 
 def say(*words: object) -> None:
@@ -57,7 +57,7 @@ async def storm(storage: Storage, history: str, name: str, seed: str) -> None:
                     await storage.settle("q", [RetrySettlement(job.id, job.run.fence, delay_ms=20)], worker=name)
                 else:
                     if rng.random() < 0.01:
-                        await asyncio.sleep(2 * LEASE_MS / 1000)  # Too late: somebody else may have it by now.
+                        await asyncio.sleep(2 * LEASE_MS / 1000)  # Too late: another process may have the lease now.
                     done = Complete(job.id, job.run.fence, b"done", result_ttl_ms=HOUR_MS, dedup_ttl_ms=HOUR_MS)
                     for _ in range(rng.randint(1, 2)):
                         if await storage.settle("q", [done], worker=name) == [SettleResult.OK]:

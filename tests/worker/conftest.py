@@ -90,7 +90,7 @@ class WorkerProcess:
         return self.log.read_text(errors="replace")
 
     def children(self) -> list[int]:
-        """Its child processes, those that are no zombies."""
+        """Its child processes without zombies."""
         return [pid for pid, parent in parents().items() if parent == self.pid]
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Scene:
         return [line for line in lines if what is None or line["what"] == what]
 
     async def noted(self, what: str, count: int = 1, seconds: float = 15.0) -> list[dict[str, Any]]:
-        """Wait until something was noted so often."""
+        """Wait until there are `count` notes of a kind."""
         await until(lambda: len(self.notes(what)) >= count, seconds)
         return self.notes(what)
 

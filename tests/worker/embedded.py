@@ -127,7 +127,7 @@ async def rounds() -> dict[str, Any]:
 
 
 async def cancelled() -> dict[str, Any]:
-    """Somebody loses patience while the first child starts."""
+    """The program is cancelled while the first child starts."""
     facts: dict[str, Any] = {}
     async with app:
         before = fds()

@@ -115,7 +115,7 @@ def _stuck_on_a_thread(kind: str) -> str:
     return "done"
 
 
-# As large as a child, so that each has one of its own; and so small that one neighbour fits beside it.
+# As large as a child, so that each run has its own child, and small enough for one more run beside it.
 for _size, _name in ((100, "stuck"), (40, "stuck.small")):
     app.task(name=_name, size=_size, timeout=0.5, **QUICK)(_stuck)
     app.task(name=f"{_name}.thread", size=_size, timeout=0.5, **QUICK)(_stuck_on_a_thread)
