@@ -92,11 +92,11 @@ class Workers:
         main.cancel()
         for _ in range(4):  # The settler must end before the runs do.
             await asyncio.sleep(0)
-        for task, _ in list(executor.runner._going.values()):
-            task.cancel()
+        for going in list(executor.runner._going.values()):
+            going.task.cancel()
         await asyncio.wait([main])
-        for task, _ in list(executor.runner._going.values()):  # Runs that began while the worker was cancelled.
-            task.cancel()
+        for going in list(executor.runner._going.values()):  # Runs that began while the worker was cancelled.
+            going.task.cancel()
         await worker._stack.aclose()
         record("worker crash", began, number)
 
