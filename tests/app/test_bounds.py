@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Holdfast, RunEvent
+from holdfast import Holdfast, OptionError, RunEvent
 from holdfast._worker import telemetry
 from holdfast._worker.worker import WorkerContext
 from holdfast.testing import rehearse
@@ -94,7 +94,7 @@ async def test_events_for_a_slow_hook_are_dropped_and_counted(
 # Many queues
 
 
-def serve_many(app: App, count: int, *, size: int = 10) -> Counter[str]:
+def serve_many(app: App, count: int, *, size: int = 10, prefix: str = "q") -> Counter[str]:
     """Define many tasks. Returns their runs by event."""
     seen: Counter[str] = Counter()
 
@@ -106,7 +106,7 @@ def serve_many(app: App, count: int, *, size: int = 10) -> Counter[str]:
         pass
 
     for number in range(count):
-        app.task(name=f"q{number}", size=size)(work)
+        app.task(name=f"{prefix}{number}", size=size)(work)
     return seen
 
 
@@ -139,3 +139,25 @@ async def test_short_leases_of_many_ready_queues_do_not_expire(app: App) -> None
     async with app.worker(lease=1), app.worker(lease=1):
         await until(lambda: seen["completed"] == 6_000, 60)
     assert seen["released"] < 300
+
+
+async def test_worker_of_many_queues_announces_all_of_them(app: App) -> None:
+    serve_many(app, 2_000, prefix="a-queue-with-a-name-that-is-as-long-as-some-users-like-")
+    last = app.queue(app.tasks[-1])
+
+    async def workers() -> list[str]:
+        return (await last.stats()).workers
+
+    async with app.worker(name="wide"):
+        await until(workers)
+        assert await workers() == ["wide"]
+        await last.call({})
+        assert await workers() == ["wide"]
+
+
+@pytest.mark.storages("memory")
+def test_worker_of_more_than_10000_queues_is_refused(app: App) -> None:
+    serve_many(app, 10_001)
+    with pytest.raises(OptionError, match="a worker serves at most 10000 queues: choose some of them"):
+        app.worker()
+    assert len(app.worker("q1*").queues) == 1_112

@@ -838,7 +838,7 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
     "facts as a list": (announce(facts=["queues"]), OptionError, "facts"),
     "facts that cannot be stored": (announce(facts={"x": object()}), OptionError, "facts"),
     "facts with a number too large": (announce(facts={"x": 2**70}), OptionError, "facts"),
-    "facts without an end": (announce(facts={"x": "x" * 2_000_000}), OptionError, "facts"),
+    "facts without an end": (announce(facts={"x": "x" * 3_000_000}), OptionError, "facts"),
     "evict nobody": (lambda c: c.storage.evict(""), OptionError, "''"),
     "repair from a number": (lambda c: c.storage.repair("q", dry_run=False, cursor=5), OptionError, "int"),  # type: ignore[arg-type]
     "repair from a lone surrogate": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import logging
 import os
 import secrets
@@ -32,8 +31,6 @@ log = logging.getLogger("holdfast.worker")
 jobs_log = logging.getLogger("holdfast.jobs")
 """Logger with one line for each event of a job."""
 
-MAX_NAMED_BYTES = 48_000
-"""Most bytes of queue names in a worker's record."""
 MAX_HOOK_CALLS = 10_000
 """Most events and errors that wait for hooks. When more come, the oldest are dropped: hooks get hints."""
 DROPPED_LOG_S = 5.0
@@ -191,10 +188,9 @@ def default_worker_name() -> str:
 
 
 def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
-    """The record of a worker in this process, with at most `MAX_NAMED_BYTES` of queue names."""
-    sizes = itertools.accumulate(len(name) + 4 for name in capacity.served)
+    """The record of a worker in this process."""
     return {
-        "queues": [name for name, size in zip(capacity.served, sizes, strict=True) if size <= MAX_NAMED_BYTES],
+        "queues": list(capacity.served),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "version": VERSION,

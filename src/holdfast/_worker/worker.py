@@ -24,6 +24,9 @@ from holdfast.errors import OptionError
 from holdfast.storage import Storage
 from holdfast.storage.validation import FAILED_SUFFIX
 
+MAX_QUEUES = 10_000
+"""Most queues that a worker serves. Each announcement of the worker names all of them."""
+
 log = logging.getLogger("holdfast.worker")
 
 
@@ -200,13 +203,18 @@ class Worker:
         for queue in set(self.queues) - set(chosen):
             capacity.leave(queue)
         still = [queue for queue in chosen if queue not in before or queue in capacity.served]
-        context.claimer.serve(context.configs[queue] for queue in still)
+        self._serve_queues(still)
 
     def serve(self, queues: str | Iterable[str]) -> list[str]:
         """Begin to serve these queues as well, by name or pattern. Returns all queues that the worker serves now."""
-        configs = self._context.configs
-        self._context.claimer.serve(configs[queue] for queue in choose(configs, queues))
+        self._serve_queues(choose(self._context.configs, queues))
         return self.queues
+
+    def _serve_queues(self, queues: list[str]) -> None:
+        context = self._context
+        if len(context.claimer.capacity.served.keys() | queues) > MAX_QUEUES:
+            raise OptionError(f"a worker serves at most {MAX_QUEUES} queues: choose some of them with queues=…")
+        context.claimer.serve(context.configs[queue] for queue in queues)
 
     async def stop_serving(self, queues: str | Iterable[str], *, grace: float | None = None) -> None:
         """Claim no more from these queues. Their runs may finish within `grace` seconds, by default the grace of the

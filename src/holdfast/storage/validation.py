@@ -26,7 +26,8 @@ MAX_CALL_BYTES = 1_048_576
 MAX_PAYLOAD_BYTES = 1_048_576
 """The default limit of a payload, a result or an error record."""
 MOST_PAYLOAD_BYTES = 536_870_912
-MAX_FACTS_BYTES = 65_536
+MAX_FACTS_BYTES = 2_097_152
+"""The most bytes of the facts of a worker: enough for the names of 10,000 queues."""
 MAX_PAGE = 200
 MAX_SWEEP = 100
 MAX_ID_BYTES = 512

@@ -8,7 +8,7 @@ Each method of `Engine` is one step: it reads records, lets the lifecycle decide
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
 from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import QueueDamaged, Storage
+from holdfast.storage.facts import workers_by_queue
 from holdfast.storage.local import table as tables
 from holdfast.storage.local.audit import repair_page, unreadable_meta
 from holdfast.storage.local.table import QueueMeta, QueueTransaction, Table
@@ -189,9 +190,10 @@ class Engine:
     def snapshot(self) -> replies.Snapshot:
         now = self.clock.now_us()
         workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
-        return replies.Snapshot(now, [self._stats(queue, workers) for queue in sorted(self.table.queues())], workers)
+        serving = workers_by_queue(workers)
+        return replies.Snapshot(now, [self._stats(queue, serving) for queue in sorted(self.table.queues())], workers)
 
-    def _stats(self, queue: str, workers: Sequence[replies.WorkerInfo]) -> replies.QueueStats:
+    def _stats(self, queue: str, serving: Mapping[str, list[str]]) -> replies.QueueStats:
         try:
             transaction = self._begin(queue)
         except QueueDamaged as error:
@@ -215,7 +217,7 @@ class Engine:
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=meta.paused,
             reason=meta.reason,
-            workers=[w.worker for w in workers if queue in tables.served_by(w)],
+            workers=serving.get(queue, []),
             totals=dict(meta.totals),
         )
 

@@ -296,8 +296,3 @@ def write_cursor(state: State | None, at: State, end: Place | None) -> str:
     """Return a cursor after a place in the index of a state; without a place, at its beginning."""
     place = "" if end is None else encode_cursor(*end)
     return place if state is not None else f"{at}:{place}"
-
-
-def served_by(worker: WorkerInfo) -> list[str]:
-    queues = worker.facts.get("queues", [])
-    return queues if isinstance(queues, list) else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,6 +22,7 @@ from holdfast._core.replies import CancelResult, Enqueued, KeepResult, SettleRes
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import QueueDamaged, Storage
+from holdfast.storage.facts import pack, workers_by_queue
 from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
@@ -281,7 +282,7 @@ class RedisStorage(Storage):
         return 0
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
-        call = await self._calls.call(self._name, "announce", (worker, _encode(facts), ttl_ms))
+        call = await self._calls.call(self._name, "announce", (worker, pack(_encode(facts)), ttl_ms))
         return replies.WorkerCommands(bool(call.reply))
 
     async def _evict(self, worker: str) -> bool:
@@ -301,15 +302,16 @@ class RedisStorage(Storage):
         names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
         queues = sorted(name.decode(errors="replace") for name in names)
         now, workers = await reads.read_workers(self._calls, self._name)
-        found = await asyncio.gather(*(self._stats(queue, workers) for queue in queues))
+        serving = workers_by_queue(workers)
+        found = await asyncio.gather(*(self._stats(queue, serving) for queue in queues))
         return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
 
-    async def _stats(self, queue: str, workers: Sequence[replies.WorkerInfo]) -> replies.QueueStats | None:
+    async def _stats(self, queue: str, serving: Mapping[str, list[str]]) -> replies.QueueStats | None:
         try:
             reply = await reads.read_stats(self._calls, self._key(queue))
         except QueueDamaged as error:
             return replies.QueueStats(queue, problem=str(error))
-        return None if reply is None else reads.queue_stats(queue, reply, workers)
+        return None if reply is None else reads.queue_stats(queue, reply, serving)
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         return await Audit(self._calls, queue, self._key(queue)).step(dry_run, cursor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,8 @@ from holdfast._core.clock import QueueTime
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Page, QueueStats, WorkerFacts, WorkerInfo
 from holdfast.errors import OptionError
-from holdfast.storage.local.table import Place, SortKey, as_read, listed, read_cursor, served_by, write_cursor
+from holdfast.storage.facts import unpack
+from holdfast.storage.local.table import Place, SortKey, as_read, listed, read_cursor, write_cursor
 from holdfast.storage.redis import codec
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.validation import clean_id, id_bytes
@@ -136,7 +137,7 @@ async def read_workers(calls: Calls, key: str) -> tuple[int, list[WorkerInfo]]:
     for name, packed in zip(flat[::2], flat[1::2], strict=True):
         try:
             beat_at, expires_at, evict_asked = codec.ANNOUNCED.unpack_from(packed)
-            facts = _decode_facts(packed[codec.ANNOUNCED.size :])
+            facts = _decode_facts(unpack(packed[codec.ANNOUNCED.size :]))
         except codec.UNREADABLE:
             continue
         if expires_at > now:
@@ -144,7 +145,7 @@ async def read_workers(calls: Calls, key: str) -> tuple[int, list[WorkerInfo]]:
     return now, sorted(workers, key=lambda worker: worker.worker)
 
 
-def queue_stats(queue: str, reply: codec.StatsReply, workers: Sequence[WorkerInfo]) -> QueueStats:
+def queue_stats(queue: str, reply: codec.StatsReply, serving: Mapping[str, list[str]]) -> QueueStats:
     sizes = dict(zip(codec.INDEXED_STATES, reply.sizes, strict=True))
     forgotten = dict(zip(codec.INDEXED_STATES, reply.past, strict=True))
     return QueueStats(
@@ -161,6 +162,6 @@ def queue_stats(queue: str, reply: codec.StatsReply, workers: Sequence[WorkerInf
         oldest_ready_ms=max(0, reply.now - reply.oldest) // 1000,
         paused=bool(reply.paused),
         reason=reply.reason.decode(errors="replace"),
-        workers=[worker.worker for worker in workers if queue in served_by(worker)],
+        workers=serving.get(queue, []),
         totals={kind: n for kind, n in zip(codec.KINDS, reply.totals, strict=True) if n},
     )

@@ -38,7 +38,7 @@ CREATE INDEX IF NOT EXISTS holdfast_until ON holdfast_jobs (queue, state, until_
 CREATE TABLE IF NOT EXISTS holdfast_workers (
   namespace TEXT NOT NULL,
   worker    TEXT NOT NULL,
-  stats     BLOB NOT NULL,                -- msgpack: what the worker announced, and until when that holds
+  stats     BLOB NOT NULL,                -- msgpack, compressed if long: what the worker announced, and until when that holds
   PRIMARY KEY (namespace, worker)
 ) WITHOUT ROWID;
 
