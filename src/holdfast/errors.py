@@ -29,6 +29,7 @@ __all__ = [
     "StorageFull",
     "StorageUnavailable",
     "WaitTimeout",
+    "WorkerStopped",
 ]
 
 ErrorKind = Literal["permanent", "retriable", "stall", "timeout"]
@@ -110,6 +111,10 @@ class StorageUnavailable(HoldfastError):
 
 class NotOpen(HoldfastError):
     """The app was used outside `async with app`, on another event loop, or by a blocking call inside an event loop."""
+
+
+class WorkerStopped(HoldfastError):
+    """The worker was evicted or failed, so it serves no queues any more. Its program did not stop it."""
 
 
 class StorageFull(HoldfastError):

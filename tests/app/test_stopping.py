@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import CancelResult, Holdfast, JobCancelled, OptionError, State, current_job
+from holdfast import CancelResult, Holdfast, JobCancelled, OptionError, State, WorkerStopped, current_job
+from holdfast._worker.claimer import Claimer
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -420,6 +421,43 @@ async def test_an_evicted_worker_stops_by_itself_and_gives_its_jobs_back(app: Ap
     await asyncio.wait_for(running, 10)
     assert await handle.state() is State.WAITING
     assert await app.evict("nobody") is False
+
+
+async def test_program_learns_that_its_worker_was_evicted(app: App) -> None:
+    @app.task(name="t")
+    async def nothing() -> None: ...
+
+    async with app.worker(name="w", lease=0.5) as worker:
+        await until(lambda: app.evict("w"))
+        with pytest.raises(WorkerStopped, match="worker w was evicted"):
+            await asyncio.wait_for(worker.wait(), 10)
+
+
+@pytest.mark.storages("memory")
+async def test_program_learns_that_its_worker_has_failed(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    @app.task(name="t")
+    async def nothing() -> None: ...
+
+    async def fail(self: Claimer) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(WorkerStopped, match="worker w has failed"):  # noqa: PT012 -- The block raises at its end, too.
+        async with app.worker(name="w") as worker:
+            monkeypatch.setattr(Claimer, "_claim_until_stopped", fail)
+            await asyncio.wait_for(worker.wait(), 10)
+
+
+async def test_wait_returns_when_the_program_stops_its_worker(app: App) -> None:
+    @app.task(name="t")
+    async def nothing() -> None: ...
+
+    worker = app.worker()
+    with pytest.raises(OptionError, match="was not started"):
+        await worker.wait()
+    async with worker:
+        waiting = asyncio.create_task(worker.wait())
+        worker.stop()
+        await asyncio.wait_for(waiting, 10)
 
 
 async def test_worker_is_listed_only_while_it_runs(app: App) -> None:

@@ -24,7 +24,7 @@ BUDGETS = {
     "storage": 8_200,
     "storage/conformance": 3_110,
     "cli": 2_000,
-    "": 330,
+    "": 340,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")

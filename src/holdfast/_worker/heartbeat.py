@@ -131,6 +131,7 @@ class Heartbeat:
         """The storage has the command that this worker should stop."""
         if not self._context.stopping.is_set():
             log.warning("worker %s was evicted: stopping", self._worker)
+            self._context.evicted = True
             self._context.stop()
 
     # On the heartbeat's thread

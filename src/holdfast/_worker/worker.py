@@ -20,7 +20,7 @@ from holdfast._worker.executor import Executor, Run
 from holdfast._worker.heartbeat import Heartbeat
 from holdfast._worker.settler import GIVE_UP_S, Settler
 from holdfast._worker.telemetry import HookDispatcher
-from holdfast.errors import OptionError
+from holdfast.errors import OptionError, WorkerStopped
 from holdfast.storage import Storage
 from holdfast.storage.validation import FAILED_SUFFIX
 
@@ -60,6 +60,8 @@ class WorkerContext:
         self.held: dict[tuple[str, str, int], Run] = {}
         """Runs whose jobs are claimed and not yet settled, and whose leases are not lost."""
         self.stopping = asyncio.Event()
+        self.evicted = False
+        """Whether the storage had the command that the worker should stop."""
         self.claimer = Claimer(self)
         self.settler = Settler(self)
         self.heartbeat = Heartbeat(self)
@@ -134,12 +136,26 @@ class Worker:
         self.stop()
         try:
             await asyncio.shield(self._main)
+        except Exception:
+            if not isinstance(exc[1], WorkerStopped):  # That error has this one as its cause.
+                raise
         except asyncio.CancelledError:
             self.stop(quick=True)
             await self._main
             raise
         finally:
             await self._stack.aclose()
+
+    async def wait(self) -> None:
+        """Wait until the worker has stopped: after `stop()`, or at the end of a burst. Raises `WorkerStopped` if it was
+        evicted or has failed: nothing serves its queues in this program any more."""
+        if self._main is None:
+            raise OptionError(f"worker {self.name} was not started: wait inside 'async with app.worker() as worker:'")
+        await asyncio.wait([self._main])
+        if not self._main.cancelled() and (error := self._main.exception()) is not None:
+            raise WorkerStopped(f"worker {self.name} has failed: {error}") from error
+        if self._context.evicted:
+            raise WorkerStopped(f"worker {self.name} was evicted")
 
     async def run(self) -> None:
         """Serve until `stop()`; in a burst, until no job is ready any more."""
