@@ -110,24 +110,26 @@ def serve_many(app: App, count: int, *, size: int = 10, prefix: str = "q") -> Co
     return seen
 
 
-async def rate(app: App, queues: int, jobs: int) -> float:
-    """Jobs per second of CPU time of a worker that serves these queues."""
+async def rate(app: App, queues: int) -> float:
+    """Jobs per second of CPU time of a worker that serves these queues: the best of three rounds."""
     seen = serve_many(app, queues)
+    best = 0.0
     async with app.worker():
-        await app.enqueue_many(app.queue(f"q{n % queues}").bind({}) for n in range(queues))
-        await until(lambda: seen["completed"] == queues, 60)
-        began = time.process_time()
-        await app.enqueue_many(app.queue(f"q{n % queues}").bind({}) for n in range(jobs))
-        await until(lambda: seen["completed"] == queues + jobs, 60)
-        return jobs / (time.process_time() - began)
+        for number in range(4):
+            began = time.process_time()
+            await app.enqueue_many(app.queue(f"q{n % queues}").bind({}) for n in range(4_000))
+            await until(lambda: seen["completed"] == 4_000 * (number + 1), 60)  # noqa: B023
+            if number > 0:  # The first round starts the worker.
+                best = max(best, 4_000 / (time.process_time() - began))
+    return best
 
 
-@pytest.mark.suite("usual")
+@pytest.mark.suite("slow")
 @pytest.mark.storages("memory")
 async def test_worker_of_4000_queues_has_half_the_rate_of_100(app: App, make_app: MakeApp) -> None:
-    few = await rate(app, 100, 8_000)
+    few = await rate(app, 100)
     async with make_app() as other:
-        assert await rate(other, 4_000, 8_000) > few / 2
+        assert await rate(other, 4_000) > few / 2
 
 
 @pytest.mark.suite("slow")
