@@ -20,16 +20,16 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 2_840,
     "_client": 2_160,
-    "_worker": 3_800,
-    "storage": 8_200,
+    "_worker": 3_950,
+    "storage": 8_300,
     "storage/conformance": 3_110,
-    "cli": 2_000,
+    "cli": 2_040,
     "": 340,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 17_280
+WITHOUT_CLI = 17_460
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

@@ -9,9 +9,11 @@ import json
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import termios
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +242,9 @@ async def test_explain_says_why_a_job_is_not_running(run: Run, app: Holdfast[Any
     assert re.search(backoff, reasons("backing off"))
     assert re.match(r"it is scheduled for \d{4}-.* UTC \(in 1\d\d min\)", reasons("later"))
     assert "no live worker serves this queue" in reasons("later")
-    assert reasons("deferring").startswith(f"it runs on worker {record.worker}, attempt 1; its lease lasts until")
+    assert re.match(
+        f"it runs on worker {record.worker} since .*, attempt 1; its lease lasts until", reasons("deferring")
+    )
     assert "a newer request is deferred until this run ends" in reasons("deferring")
     assert "the queue is paused: no stamps; no live worker serves this queue; 3 jobs in front" in reasons("ready-2")
     assert "in front" not in reasons("urgent")
@@ -266,7 +270,9 @@ async def test_explain_reports_a_worker_without_free_capacity(run: Run, place: P
             *(in_a_thread(run, "explain", "emails", f"job-{number}") for number in range(3))
         )
         go.set()
-    assert first.lines[:2] == ["job-0 of emails: running", "  - it runs on worker postman, attempt 1"]
+    assert first.lines[0] == "job-0 of emails: running"
+    where = rf"  - it runs on worker postman on host {re.escape(socket.gethostname())} since .* ago\), attempt 1"
+    assert re.fullmatch(where, first.lines[1])
     assert second.lines[:2] == [
         "job-1 of emails: waiting",
         "  - it is ready: the next worker with free capacity claims it",
@@ -277,6 +283,83 @@ async def test_explain_reports_a_worker_without_free_capacity(run: Run, place: P
 async def _is_running(app: Holdfast[Any], id: str) -> bool:
     info = await app.queue("emails").get(id)
     return info is not None and info.state == "running"
+
+
+async def test_long_runs_are_listed_by_the_time_of_their_start(run: Run, app: Holdfast[Any]) -> None:
+    queue = app.queue("emails")
+    for number in range(3):
+        await queue.enqueue(None, id=f"job-{number}")
+    await (await take(app)).complete("sent")
+    held = await take(app)
+    await asyncio.sleep(1.1)
+    young, all_of_them, old, both, wrong = run.each(
+        ["jobs", "emails", "--older", "1h"],
+        ["jobs", "emails"],
+        ["jobs", "emails", "--running", "--older", "1s", "--json"],
+        ["jobs", "emails", "--state", "failed", "--older", "1s"],
+        ["jobs", "emails", "--older", "soon"],
+    )
+    assert young.out == "no running jobs in emails\n"
+    took = {cells(line)[0]: line for line in all_of_them.lines[1:]}
+    assert re.search(r" \d\.\d s  +pull-", took["job-0"])
+    assert re.search(r" \d\.\d s so far  pull-", took["job-1"])
+    assert (old.json["id"], old.json["finished_at"]) == ("job-1", None)
+    assert (both.status, wrong.status) == (2, 2)
+    assert "not a length of time" in wrong.err
+    assert await held.complete()
+
+
+# stack
+
+
+async def test_stack_of_a_running_job_is_printed(run: Run, place: Place, app: Holdfast[Any]) -> None:
+    worker = place.app()
+    go = threading.Event()
+
+    @worker.task(name="emails")
+    async def emails() -> None:
+        while not go.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    @worker.task(name="letters")
+    def letters() -> None:
+        go.wait(20)
+
+    async with worker, worker.worker(name="postman", lease=2):
+        await app.queue("emails").enqueue({}, id="a")
+        await app.queue("letters").enqueue({}, id="b")
+        await until(lambda: _is_running(app, "a"))
+        first = await in_a_thread(run, "stack", "emails", "a")
+        second = await in_a_thread(run, "stack", "letters", "b")
+        shown = await in_a_thread(run, "show", "emails", "a", "--json")
+        go.set()
+    assert shown.json["host"] == socket.gethostname()
+    assert first.lines[0] == "a of emails on postman, most recent call last:"
+    assert "in emails" in first.out
+    assert "in letters" in second.out
+    assert "holdfast/_worker/handler.py" not in first.out + second.out
+
+
+async def test_job_without_a_stack_says_why(run: Run, app: Holdfast[Any]) -> None:
+    queue = app.queue("emails")
+    for id in ("by hand", "lost", "waiting"):
+        await queue.enqueue(None, id=id)
+    held = await take(app)
+    await app.storage.claim("emails", 1, worker="gone", lease_ms=60_000)
+    none, waiting, by_hand, lost = run.each(
+        ["stack", "emails", "none"],
+        ["stack", "emails", "waiting"],
+        ["stack", "emails", "by hand"],
+        ["stack", "emails", "lost"],
+    )
+    assert none.says_no(1, "there is no job 'none' in emails")
+    assert waiting.says_no(1, "is waiting: only a running job has a stack")
+    assert by_hand.says_no(1, "it was leased by hand, not by a worker")
+    assert lost.says_no(1, "its worker gone sends no heartbeats")
+    await app.storage.announce("gone", {"queues": ["emails"]}, ttl_ms=60_000)
+    silent = run("stack", "emails", "lost", "--wait", "0.5")
+    assert silent.says_no(4, "worker gone did not answer within 0.5 s")
+    assert await held.complete()
 
 
 # events

@@ -33,8 +33,15 @@ OF_QUEUES = {
     "cancelled": "zset",
     "wake": "list",
 }
-OF_NAMESPACES = {"queues": "set", "workers": "hash", "beats": "zset", "layout": "string"}
-EXPIRING = {"floor": "string", r"call:[\w-]{12}:[a-z]+": "string"}
+OF_NAMESPACES = {
+    "queues": "set",
+    "workers": "hash",
+    "beats": "zset",
+    "notes": "hash",
+    "noted": "zset",
+    "layout": "string",
+}
+EXPIRING = {"floor": "string", r"call:[\w-]{12}:[a-z_]+": "string"}
 """Kinds of keys, and their types."""
 
 

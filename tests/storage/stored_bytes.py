@@ -19,9 +19,9 @@ CLIENT = "same-client0"
 """The name of both clients: it is part of waiters and of the keys of kept replies."""
 VERBS = (
     *("enqueue", "claim", "settle", "extend", "cancel", "keep", "pause", "sweep", "purge", "repair", "recount"),
-    *("announce", "drop", "evict"),
+    *("announce", "drop", "evict", "write_notes"),
 )
-OF_NAMESPACE = (":workers", ":beats", ":queues", ":layout")
+OF_NAMESPACE = (":workers", ":beats", ":notes", ":noted", ":queues", ":layout")
 OF_QUEUE = tuple(suffix for suffix in KEYS if suffix not in OF_NAMESPACE)
 
 READ = """

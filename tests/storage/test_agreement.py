@@ -355,7 +355,7 @@ class Agreement(RuleBasedStateMachine):
     def pause(self, paused: bool) -> None:
         self.again(lambda storage: storage.pause(self.queue, paused, reason="because"))
 
-    @rule(data=st.data(), verb=st.sampled_from(["keep", "keep", "purge", "pause", "announce", "scan"]))
+    @rule(data=st.data(), verb=st.sampled_from(["keep", "keep", "purge", "pause", "announce", "notes", "scan"]))
     def aside(self, data: st.DataObject, verb: str) -> None:
         """The verbs that move no job by themselves, so that the others get more turns."""
         match verb:
@@ -369,6 +369,8 @@ class Agreement(RuleBasedStateMachine):
                 self.pause(data.draw(st.sampled_from([True, False, False])))
             case "announce":
                 self.announce(data.draw(workers), data.draw(st.sampled_from([100, 60_000])), data.draw(st.booleans()))
+            case "notes":
+                self.notes(data.draw(ids), data.draw(st.binary(max_size=3)), data.draw(st.sampled_from([1, 60_000])))
             case _:
                 self.scan(data.draw(st.one_of(st.none(), st.sampled_from(list(State)))), data.draw(st.integers(1, 3)))
 
@@ -393,6 +395,10 @@ class Agreement(RuleBasedStateMachine):
         self.again(lambda storage: storage.announce(worker, facts, ttl_ms=ttl_ms))
         if evict:
             self.again(lambda storage: storage.evict(worker))
+
+    def notes(self, name: str, value: bytes, ttl_ms: int) -> None:
+        self.again(lambda storage: storage.write_notes({ascii(name): value}, ttl_ms=ttl_ms))
+        self.call(lambda storage: storage.read_notes([ascii(id) for id in IDS]))
 
     def scan(self, state: State | None, limit: int) -> None:
         after: str | None = None

@@ -34,6 +34,8 @@ VERBS: dict[str, Verb] = {
     "drop": lambda storage: storage.drop("q"),
     "announce": lambda storage: storage.announce("w", {}, ttl_ms=1000),
     "evict": lambda storage: storage.evict("w"),
+    "write_notes": lambda storage: storage.write_notes({"a": b""}, ttl_ms=1000),
+    "read_notes": lambda storage: storage.read_notes(["a"]),
     "about": lambda storage: storage.about(),
     "repair": lambda storage: storage.repair("q", dry_run=True),
 }

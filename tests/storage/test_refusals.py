@@ -337,6 +337,8 @@ VERBS: dict[str, Callable[[Storage], Awaitable[object]]] = {
     "drop": lambda s: s.drop("q"),
     "announce": lambda s: s.announce("w1", {}, ttl_ms=1000),
     "evict": lambda s: s.evict("w1"),
+    "write_notes": lambda s: s.write_notes({"a": b""}, ttl_ms=1000),
+    "read_notes": lambda s: s.read_notes(["a"]),
     "repair": lambda s: s.repair("q", dry_run=True),
     "subscribe": lambda s: s.subscribe(Topic("q")).__aenter__(),
 }
@@ -495,6 +497,10 @@ def claim(limit: Any = 1, worker: Any = "w1", lease_ms: Any = 1000) -> Call:
 
 def scan(**fields: Any) -> Call:
     return lambda cast: cast.storage.scan("q", **fields)
+
+
+def write_note(name: Any = "a", value: Any = b"", ttl_ms: Any = 1000) -> Call:
+    return lambda cast: cast.storage.write_notes({name: value}, ttl_ms=ttl_ms)
 
 
 def announce(worker: Any = "w1", facts: Any = None, ttl_ms: Any = 1000) -> Call:
@@ -832,6 +838,12 @@ BAD_CALLS: dict[str, tuple[Call, type[HoldfastError], str]] = {
     "drop 0": (lambda c: c.storage.drop("q", 0), OptionError, "0"),
     "purge no state": (lambda c: c.storage.purge("q", ["asleep"]), OptionError, "asleep"),  # type: ignore[list-item]
     "purge text": (lambda c: c.storage.purge("q", "failed"), OptionError, "'f"),  # type: ignore[arg-type]
+    "note of 16 KiB and a byte": (write_note(value=bytes(16_385)), OptionError, "'a'"),
+    "note of text": (write_note(value="text"), OptionError, "'text'"),
+    "note without a name": (write_note(""), OptionError, "''"),
+    "name of a note with control characters": (lambda cast: cast.storage.read_notes(["a\n"]), OptionError, "a"),
+    "note for 0 ms": (write_note(ttl_ms=0), OptionError, "0"),
+    "251 notes": (lambda cast: cast.storage.read_notes(["a"] * 251), OptionError, "251"),
     "announce nobody": (announce(""), OptionError, "''"),
     "announce for 99 ms": (announce(ttl_ms=99), OptionError, "99"),
     "announce for None": (announce(ttl_ms=None), OptionError, "None"),

@@ -30,8 +30,10 @@ def queue(*workers: str, **fields: Any) -> QueueStats:
     return QueueStats(queue="emails", **{**counts, **rest, **fields})
 
 
-def told(record: Job, stats: QueueStats | None = None, ahead: int = 0, alive: set[str] | None = None) -> list[str]:
-    return reasons(record, NOW, stats or queue("postman"), (ahead, True), alive=alive or {"postman"})
+def told(
+    record: Job, stats: QueueStats | None = None, ahead: int = 0, alive: dict[str, str] | None = None
+) -> list[str]:
+    return reasons(record, NOW, stats or queue("postman"), (ahead, True), hosts=alive or {"postman": ""})
 
 
 def error(kind: Any = "retriable") -> bytes:
@@ -87,7 +89,7 @@ def test_a_paused_queue_says_why_if_that_is_known() -> None:
 
 def test_queue_without_a_worker_is_reported_even_if_unknown() -> None:
     assert told(job(), queue()) == ["no live worker serves this queue"]
-    assert reasons(job(), NOW, None, (0, True), alive=set()) == ["no live worker serves this queue"]
+    assert reasons(job(), NOW, None, (0, True), hosts={}) == ["no live worker serves this queue"]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_queue_without_a_worker_is_reported_even_if_unknown() -> None:
     ],
 )
 def test_jobs_in_front_are_counted(ahead: tuple[int, bool], sentence: str) -> None:
-    assert reasons(job(), NOW, queue("postman"), ahead, alive=set()) == [sentence]
+    assert reasons(job(), NOW, queue("postman"), ahead, hosts={}) == [sentence]
 
 
 async def test_bounded_count_is_shown_as_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,23 +130,25 @@ def test_every_reason_that_delays_a_job_is_shown() -> None:
 
 
 def running(until_s: float = 10, worker: str = "postman", **fields: Any) -> Job:
-    return job(attempts=2, run=StoredLease(worker, 7, 10_000, NOW + round(until_s * SECOND), **fields))
+    return job(attempts=2, run=StoredLease(worker, NOW - 5 * SECOND, 10_000, NOW + round(until_s * SECOND), **fields))
 
 
 def test_running_job_shows_its_worker() -> None:
-    assert told(running()) == ["it runs on worker postman, attempt 2"]
+    since = "since 2027-01-15 07:59:55 UTC (5.0 s ago), attempt 2"
+    assert told(running()) == [f"it runs on worker postman {since}"]
+    assert told(running(), alive={"postman": "office"}) == [f"it runs on worker postman on host office {since}"]
 
 
 def test_lease_of_an_unannounced_worker_is_shown() -> None:
     lease = "its lease lasts until 2027-01-15 08:00:10 UTC (in 10 s)"
-    assert told(running(worker="pull-1")) == ["it runs on worker pull-1, attempt 2", lease]
+    assert told(running(worker="pull-1"))[1:] == [lease]
 
 
 @pytest.mark.parametrize("record", [running(-5), running(-5, overdue=True)])
 def test_an_expired_lease_is_taken_back_soon(record: Job) -> None:
     by = "its lease must be extended by 2027-01-15 07:59:55 UTC (5.0 s ago), or a sweep takes it back"
     assert told(record)[1:] == [by]
-    unheard = told(record, alive={"another"})[1:]
+    unheard = told(record, alive={"another": ""})[1:]
     assert unheard == [f"{by}; its worker sends no heartbeats"]
 
 
@@ -169,3 +173,9 @@ def test_finished_job_shows_its_outcome_and_its_expiry(state: State, attempts: i
     retry = ["`holdfast retry` runs it once more"] if failed else []
     remembered = "it is remembered until 2027-01-15 08:01:00 UTC (in 60 s)"
     assert told(job(attempts=attempts, outcome=outcome)) == [first, *retry, remembered]
+
+
+def test_finished_job_shows_its_last_run() -> None:
+    outcome = Outcome(NOW, State.COMPLETED, NOW, NOW + SECOND, started_at=NOW - 300 * SECOND, worker="postman")
+    ran = "its last run took 5 min on worker postman, from 2027-01-15 07:55:00 UTC (5 min ago)"
+    assert told(job(attempts=1, outcome=outcome))[-1] == ran

@@ -15,6 +15,7 @@ import pytest
 from holdfast import JobCancelled, JobFailed, State
 from holdfast._worker.processes import child_handle
 from holdfast._worker.processes.pool import Pool, PoolSettings
+from holdfast._worker.questions import ask_for_stack
 from holdfast._worker.telemetry import HookDispatcher
 from holdfast._worker.worker import Worker, WorkerSettings
 from holdfast.storage import connect
@@ -86,6 +87,29 @@ async def test_error_of_a_killed_run_has_the_stack_in_which_it_was_stuck(scene: 
         others = [frame for other, frame in WHERE.items() if other != kind]
         assert not any(f"{frame}\n" in error.traceback for frame in others), (kind, error.traceback)
         assert "_worker/handler.py" not in error.traceback
+
+
+@pytest.mark.storages("sqlite")
+async def test_stack_of_a_run_that_blocks_its_process_is_shown_before_its_timeout(scene: Scene) -> None:
+    await scene.worker("stuck:app", "--processes", "3", "--lease", "2", children=3)
+    blocked = "its event loop is blocked"
+    kinds = {"swallow": "", "sleep_on_the_loop": blocked, "hold_the_gil": blocked}
+    for kind in kinds:
+        await scene.app.queue(queue_of(kind)).enqueue({"kind": kind}, id=kind, timeout=60)
+    await scene.noted("stuck", 3)
+    storage, worker = scene.app.storage, ""
+    for kind, why in kinds.items():
+        (job,) = await storage.get(queue_of(kind), [kind])
+        assert job is not None
+        assert job.run is not None
+        worker = job.run.worker
+        stack = await ask_for_stack(storage, worker, queue_of(kind), job.run.fence, wait_s=10)
+        assert stack is not None
+        assert WHERE[kind] in stack
+        assert why in stack
+    assert await ask_for_stack(storage, worker, "stuck", 1, wait_s=10) == ""
+    for kind in kinds:
+        await scene.app.queue(queue_of(kind)).cancel(kind)
 
 
 async def test_other_runs_beside_a_stuck_one_finish_or_are_released_uncounted(

@@ -36,6 +36,8 @@ R = TypeVar("R")
 
 LEAST_PURGE_S = 1.0
 """How long `delete` purges a backlog, also with a shorter `wait`."""
+PULL_PREFIX = "pull-"
+"""Begins the worker name of leases that no worker holds."""
 COPIED = ("id", "state", "generation", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
 """Fields of a record that `JobInfo` has unchanged."""
 
@@ -100,7 +102,7 @@ class Queue:
         check_names(f"queue {name}", PullOptions, options)
         self._config = queue_config(name, PullOptions, options)
         self._template = RequestTemplate(name, {})
-        self._worker = f"pull-{default_worker_name()}"
+        self._worker = f"{PULL_PREFIX}{default_worker_name()}"
 
     def __repr__(self) -> str:
         return f"<queue {self.name}>"

@@ -145,6 +145,10 @@ class Executor(ABC):
         """Start a run, or have it wait for a host."""
 
     @abstractmethod
+    def show_stack(self, run: Run, deliver: Callable[[str], None]) -> None:
+        """Deliver the stack of a run, on any thread; empty if it has none. Called on the heartbeat's thread."""
+
+    @abstractmethod
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         """Ask a run to stop."""
 
@@ -279,6 +283,9 @@ class Inline(Executor):
     def start(self, run: Run) -> None:
         self._started(run, 0)
         self.runner.start(run, run.queue, run.job)
+
+    def show_stack(self, run: Run, deliver: Callable[[str], None]) -> None:
+        deliver(self.runner.stack(run))
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         run.stack = self.runner.stop(run, why)

@@ -22,10 +22,11 @@ from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
+from holdfast._worker.questions import ANSWER_MS, question_for, read_question
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage.base import QueueDamaged, Storage
-from holdfast.storage.validation import MAX_ITEMS, batches
+from holdfast.storage.validation import MAX_ITEMS, MAX_NOTE_BYTES, batches
 
 if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext
@@ -64,6 +65,10 @@ class Heartbeat:
         self._swept = 0
         """How many served queues the beats have looked at: a worker of many queues looks at some of them per beat."""
         self._next_snapshot: asyncio.TimerHandle
+        self._answered: bytes | None = None
+        """The last question of a command that this worker has begun to answer."""
+        self._answers: dict[str, bytes] = {}
+        """Answers to write with the next beat, by the name of the note."""
         self._nudged = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None]
@@ -197,7 +202,8 @@ class Heartbeat:
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
-        ended = await asyncio.gather(*extends, self._announce(storage), self._sweep(storage), return_exceptions=True)
+        others = (self._announce(storage), self._sweep(storage), self._answer(storage))
+        ended = await asyncio.gather(*extends, *others, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         if len(errors) == len(ended):
             raise errors[0]  # Nothing succeeded: the connection is broken.
@@ -228,6 +234,29 @@ class Heartbeat:
         commands = await storage.announce(self._worker, self._snapshot[0], ttl_ms=ttl_ms)
         if commands.evict:
             _call_on(self._home, self._evicted)
+
+    async def _answer(self, storage: Storage) -> None:
+        """Write answers that are ready, and begin to answer a new question."""
+        answers, self._answers = self._answers, {}
+        await storage.write_notes(answers, ttl_ms=ANSWER_MS)
+        (note,) = await storage.read_notes([question_for(self._worker)])
+        if note is None or note == self._answered:
+            return
+        self._answered = note
+        question = read_question(note)
+        if question is not None:
+            runs = (run for run in list(self._context.held.values()) if run.queue == question.queue)
+            run = next((run for run in runs if run.key[2] == question.fence), None)
+            deliver = partial(self._deliver, question.answer_to)
+            if run is None:
+                deliver("")
+            else:
+                self._context.executor.show_stack(run, deliver)
+
+    def _deliver(self, answer_to: str, answer: str) -> None:
+        """Called on any thread."""
+        self._answers[answer_to] = answer.encode("utf-8", "replace")[:MAX_NOTE_BYTES]
+        self.nudge()
 
     async def _sweep(self, storage: Storage) -> None:
         """Take back expired leases and delete forgotten records, for at most a quarter of the time between two beats.

@@ -11,7 +11,7 @@ from click.shell_completion import get_completion_class
 from holdfast.cli.demo import demo
 from holdfast.cli.doctor import doctor
 from holdfast.cli.enqueue import call, enqueue, result
-from holdfast.cli.inspect import events, explain, jobs, show, status
+from holdfast.cli.inspect import events, explain, jobs, show, stack, status
 from holdfast.cli.lease import complete, extend, fail, lease, release
 from holdfast.cli.manage import audit, cancel, evict, pause, purge, repair, resume, retry, sweep
 from holdfast.cli.output import MISTAKE, NO, UNREACHABLE, end
@@ -23,7 +23,7 @@ SECTIONS = {
     "Start": [demo, worker],
     "Enqueue": [enqueue, call, result],
     "From a shell": [lease, complete, extend, release, fail],
-    "Inspect": [status, jobs, show, explain, events, doctor],
+    "Inspect": [status, jobs, show, explain, stack, events, doctor],
     "Manage jobs": [cancel, retry, pause, resume, evict, purge],
     "Maintain": [sweep, audit, repair],
 }

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -66,6 +68,18 @@ class Number(click.FloatRange):
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+class Length(click.ParamType[timedelta]):
+    """A length of time: 90s, 5m, 2h, 1d; a number alone is seconds."""
+
+    name = "TIME"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd]?)", str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a length of time: write 90s, 5m, 2h or 1d", param, ctx)
+        return timedelta(seconds=float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}[match[2]])
 
 
 def read_payload(given: str, *, text: bool, raw: bool) -> object:

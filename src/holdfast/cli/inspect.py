@@ -5,22 +5,38 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
 
 import click
 import msgspec
 
 from holdfast._client.app import Holdfast
-from holdfast._client.queue import JobInfo
+from holdfast._client.queue import PULL_PREFIX, JobInfo
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import escape_control
-from holdfast.cli.common import Number, with_present_app
-from holdfast.cli.output import NO, as_json, end, format_duration, format_moment, plain, say, say_json, table, where
+from holdfast._worker.questions import ask_for_stack
+from holdfast.cli.common import Length, Number, with_present_app
+from holdfast.cli.output import (
+    NO,
+    TIME_IS_UP,
+    as_json,
+    end,
+    format_duration,
+    format_moment,
+    plain,
+    say,
+    say_json,
+    table,
+    where,
+)
 from holdfast.cli.reasons import explain as find_reasons
+from holdfast.storage.validation import clean_id
 
 STATES = click.Choice([state.value for state in State])
+STACK_WAIT_S = 10.0
 RATES = ("enqueued", "completed", "failed", "retried")
 
 
@@ -117,18 +133,34 @@ def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list
 @click.command()
 @click.argument("queue")
 @click.option("--state", type=STATES, help="List only jobs in this state.")
+@click.option("--running", is_flag=True, help="List only running jobs: the same as --state running.")
+@click.option("--older", type=Length(), help="List only running jobs that began this long ago: 90s, 5m, 2h.")
 @click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="Maximum number of jobs to list.")
 @as_json
 @with_present_app
-async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int, as_json: bool) -> None:
+async def jobs(
+    app: Holdfast[None],
+    queue: str,
+    *,
+    state: str | None,
+    running: bool,
+    older: timedelta | None,
+    limit: int,
+    as_json: bool,
+) -> None:
     """List the jobs of a queue, without payloads.
 
     \b
     Example:
       holdfast jobs shop.tasks.report --state failed --limit 20
+      holdfast jobs shop.tasks.report --running --older 5m
     """
+    state = state or ("running" if running or older is not None else None)
+    if state != "running" and (running or older is not None):
+        raise click.UsageError("--running and --older are for running jobs: remove --state")
     now = from_at((await app.stats()).now)
-    found = [job async for job in _first(app.queue(queue).jobs(state), limit + 1)]
+    began_by = None if older is None else now - older
+    found = [job async for job in _first(app.queue(queue).jobs(state), limit + 1, began_by)]
     if as_json:
         for job in found[:limit]:
             say_json({name: getattr(job, name) for name in job.__struct_fields__ if name not in ("payload", "result")})
@@ -143,18 +175,29 @@ async def jobs(app: Holdfast[None], queue: str, *, state: str | None, limit: int
             job.priority,
             format_moment(job.run_at, (job.run_at - now).total_seconds()),
             job.attempts,
-            job.worker or (str(job.error) if job.error else ""),
+            _took(job, now),
+            str(job.error) if job.error and job.state != State.RUNNING else job.worker or "",
         )
         for job in found[:limit]
     ]
-    table(["id", "state", "priority", "due", "attempts", "worker or error"], rows)
+    table(["id", "state", "priority", "due", "attempts", "took", "worker or error"], rows)
     if len(found) > limit:
         say(f"… more jobs exist: use --limit {2 * limit}")
 
 
-async def _first(jobs: AsyncIterator[JobInfo], count: int) -> AsyncIterator[JobInfo]:
+def _took(job: JobInfo, now: datetime) -> str:
+    """The length of the present run so far, or of the run that ended the job."""
+    if job.started_at is not None and job.finished_at is None:
+        return f"{format_duration(max(0.0, (now - job.started_at).total_seconds()))} so far"
+    return "" if job.duration is None else format_duration(job.duration)
+
+
+async def _first(jobs: AsyncIterator[JobInfo], count: int, began_by: datetime | None = None) -> AsyncIterator[JobInfo]:
+    """Yield at most `count` jobs; with `began_by`, only those whose present run began until then."""
     number = 0
     async for job in jobs:
+        if began_by is not None and (job.started_at is None or job.started_at > began_by):
+            continue
         yield job
         number += 1
         if number >= count:
@@ -175,6 +218,9 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
     shown: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
     if not payload:
         del shown["payload"], shown["result"]
+    if job.state is State.RUNNING:
+        workers = (await app.stats()).workers
+        shown["host"] = next((other.facts.get("host") for other in workers if other.worker == job.worker), None)
     if as_json:
         say_json(shown)
         return
@@ -206,6 +252,42 @@ async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) ->
         say(f"on {where(app)}")
     if explanation.state is None:
         end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("id")
+@click.option(
+    "--wait",
+    type=Number(0),
+    default=STACK_WAIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the answer of the worker.",
+)
+@with_present_app
+async def stack(app: Holdfast[None], queue: str, id: str, *, wait: float) -> None:
+    """Print the stack of a running job: what its handler does now.
+
+    The worker answers with its next heartbeat, usually within 3 s. Exit status 1 if the job does not run on a live
+    worker, 4 if the worker does not answer within --wait.
+    """
+    (job,) = await app.storage.get(app.queue(queue).name, [clean_id(id)])
+    if job is None:
+        end(NO, f"there is no job {id!r} in {queue}: it was never enqueued, or its record has expired")
+    if job.run is None:
+        end(NO, f"job {id!r} in {queue} is {job.state}: only a running job has a stack")
+    worker = job.run.worker
+    if worker not in {other.worker for other in (await app.stats()).workers}:
+        by_hand = worker.startswith(PULL_PREFIX)
+        why = "it was leased by hand, not by a worker" if by_hand else f"its worker {worker} sends no heartbeats"
+        end(NO, f"job {id!r} in {queue} has no stack to show: {why}")
+    found = await ask_for_stack(app.storage, worker, queue, job.run.fence, wait_s=wait)
+    if found is None:
+        end(TIME_IS_UP, f"worker {worker} did not answer within {wait:g} s: try again, or see `holdfast status`")
+    if not found:
+        end(NO, f"worker {worker} does not execute job {id!r} in {queue}: the run has ended, or has not begun")
+    say(f"{id} of {queue} on {worker}, most recent call last:\n{found.rstrip()}")
 
 
 @click.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from holdfast._core.failure import decode_error
@@ -9,7 +11,7 @@ from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats
 from holdfast._core.text import format_times
-from holdfast.cli.output import format_count, format_moment
+from holdfast.cli.output import format_count, format_duration, format_moment
 from holdfast.storage import Storage
 
 MOST_AHEAD = 10_000
@@ -36,18 +38,21 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
     ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
-    alive = {worker.worker for worker in snapshot.workers}
-    sentences = reasons(job, snapshot.now, stats, ahead, alive=alive)
+    hosts = {worker.worker: str(worker.facts.get("host", "")) for worker in snapshot.workers}
+    sentences = reasons(job, snapshot.now, stats, ahead, hosts=hosts)
     return Explanation(queue=queue, id=id, state=job.state, reasons=sentences)
 
 
-def reasons(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, alive: set[str]) -> list[str]:
-    """Return the reasons. `ahead` is the number of jobs in front, and whether all of them were counted. Pure."""
+def reasons(
+    job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, hosts: Mapping[str, str]
+) -> list[str]:
+    """Return the reasons. `ahead` is the number of jobs in front, and whether all of them were counted. `hosts` has the
+    host of each live worker. Pure."""
     match job.state:
         case State.WAITING:
             return _of_waiting(job, now, stats, ahead)
         case State.RUNNING:
-            return _of_running(job, now, alive)
+            return _of_running(job, now, hosts)
         case _:
             return _of_finished(job, now)
 
@@ -76,14 +81,15 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, 
     return sentences
 
 
-def _of_running(job: Job, now: int, alive: set[str]) -> list[str]:
+def _of_running(job: Job, now: int, hosts: Mapping[str, str]) -> list[str]:
     assert job.run is not None
     run = job.run
-    sentences = [f"it runs on worker {run.worker}, attempt {job.attempts}"]
+    host = f" on host {hosts[run.worker]}" if hosts.get(run.worker) else ""
+    sentences = [f"it runs on worker {run.worker}{host} since {_at(run.fence, now)}, attempt {job.attempts}"]
     if run.until_at < now or run.overdue:
-        gone = "" if run.worker in alive else "; its worker sends no heartbeats"
+        gone = "" if run.worker in hosts else "; its worker sends no heartbeats"
         sentences.append(f"its lease must be extended by {_at(run.until_at, now)}, or a sweep takes it back{gone}")
-    elif run.worker not in alive:
+    elif run.worker not in hosts:
         sentences.append(f"its lease lasts until {_at(run.until_at, now)}")
     if run.cancel_asked:
         sentences.append("it was asked to stop, and has not stopped yet")
@@ -101,6 +107,9 @@ def _of_finished(job: Job, now: int) -> list[str]:
         sentences[0] += f", with {_error(outcome.error)}"
         sentences.append("`holdfast retry` runs it once more")
     sentences.append(f"it is remembered until {_at(outcome.forget_at, now)}")
+    if outcome.started_at:
+        took = format_duration(max(0, outcome.ended_at - outcome.started_at) / 1e6)
+        sentences.append(f"its last run took {took} on worker {outcome.worker}, from {_at(outcome.started_at, now)}")
     return sentences
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
@@ -197,6 +197,16 @@ class Storage(ABC):
         await self._ensure_open()
         return await self._evict(worker)
 
+    async def write_notes(self, notes: Mapping[str, bytes], *, ttl_ms: int) -> None:
+        """Store notes: small values of the namespace by name, each forgotten after `ttl_ms`. Workers and commands leave
+        them for each other. At most 250 notes, of 16 KiB each."""
+        validation.check_notes(notes)
+        validation.check_number("ttl_ms", ttl_ms, 1, MAX_MS)
+        if not notes:
+            return
+        await self._ensure_open()
+        await self._write_notes(notes, ttl_ms)
+
     async def repair(self, queue: str, *, dry_run: bool, cursor: str | None = None) -> replies.Repaired:
         """Check one page of records and repair them; with `dry_run` only check. `cursor` continues after a page."""
         validation.check_queue(queue)
@@ -213,6 +223,14 @@ class Storage(ABC):
             return []
         await self._ensure_open()
         return await self._ready(queues, forgotten)
+
+    async def read_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        """Read notes by their names: see `write_notes`. None for one that does not exist, or is forgotten."""
+        validation.check_note_names(names)
+        if not names:
+            return []
+        await self._ensure_open()
+        return await self._read_notes(names)
 
     async def get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         """Read records."""
@@ -303,6 +321,10 @@ class Storage(ABC):
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands: ...
     @abstractmethod
     async def _evict(self, worker: str) -> bool: ...
+    @abstractmethod
+    async def _write_notes(self, notes: Mapping[str, bytes], ttl_ms: int) -> None: ...
+    @abstractmethod
+    async def _read_notes(self, names: Sequence[str]) -> list[bytes | None]: ...
     @abstractmethod
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired: ...
     @abstractmethod

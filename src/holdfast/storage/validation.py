@@ -7,7 +7,7 @@ than a check of each field and misses no field. So a value that was stored can a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
@@ -28,6 +28,7 @@ MAX_PAYLOAD_BYTES = 1_048_576
 MOST_PAYLOAD_BYTES = 536_870_912
 MAX_FACTS_BYTES = 2_097_152
 """The most bytes of the facts of a worker: enough for the names of 10,000 queues."""
+MAX_NOTE_BYTES = 16_384
 MAX_PAGE = 200
 MAX_SWEEP = 100
 MAX_ID_BYTES = 512
@@ -152,6 +153,20 @@ def check_facts(facts: WorkerFacts) -> None:
         raise OptionError(f"worker facts must map text to text, numbers or lists of text: {error}") from None
     if len(packed) > MAX_FACTS_BYTES:
         raise OptionError(f"worker facts have {len(packed)} bytes, at most {MAX_FACTS_BYTES} are allowed: shorten them")
+
+
+def check_notes(notes: Mapping[str, bytes]) -> None:
+    check_note_names(list(notes))
+    for name, value in notes.items():
+        if not isinstance(value, bytes) or len(value) > MAX_NOTE_BYTES:
+            raise OptionError(f"note {name!r:.80} must be at most {MAX_NOTE_BYTES} bytes, not {value!r:.40}")
+
+
+def check_note_names(names: Sequence[str]) -> None:
+    _check_list(names, "notes")
+    for name in names:
+        if not isinstance(name, str) or not name.isascii() or not name.isprintable() or not 1 <= len(name) <= 250:
+            raise OptionError(f"the name of a note must have 1 to 250 printable ASCII characters, not {name!r:.80}")
 
 
 def check_pause(paused: bool, reason: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ PART_S = 10.0
 """How long to wait for the rest of a frame."""
 LEAVE_S = 5.0
 """How long a child may take to close the app and exit."""
+ANSWER_S = 0.5
+"""How long a child may take to send a stack before it must dump its stacks."""
 STACKS_S = 0.2
 """How long a child that does not answer may take to dump its stacks."""
 EXIT_S = 0.1
@@ -80,6 +83,8 @@ class ChildHandle:
         self._pool = pool
         self._kill_pending_at: float | None = None
         """When a run of this child first failed to stop."""
+        self._stack_for: dict[int, Callable[[str], None]] = {}
+        """Takes the stack of a run for which somebody has asked, by the number of the run."""
         self._stacks_until = 0.0
         """Until when the child, which is to be killed, may dump its stacks."""
         self._leaving = False
@@ -245,8 +250,27 @@ class ChildHandle:
         self.send(messages.Start(self.taken, run.queue, job, id))
 
     def stop(self, run: Run, why: StopReason) -> None:
-        number = next(number for number, given in self.runs.items() if given is run)
-        self.send(messages.Stop(number, why))
+        self.send(messages.Stop(self._number_of(run), why))
+
+    def _number_of(self, run: Run) -> int:
+        return next(number for number, given in self.runs.items() if given is run)
+
+    def show_stack(self, run: Run, deliver: Callable[[str], None]) -> None:
+        """Deliver the stack of a run. A child that does not answer dumps the stacks of all of its runs."""
+        number = self._number_of(run)
+        self._stack_for[number] = deliver
+        self.send(messages.ShowStack(number))
+        asyncio.get_running_loop().call_later(ANSWER_S, self._dump_for, number)
+
+    def _dump_for(self, number: int) -> None:
+        if number in self._stack_for:
+            self.process.ask_for_stacks()
+            asyncio.get_running_loop().call_later(STACKS_S, self._deliver_dump, number)
+
+    def _deliver_dump(self, number: int) -> None:
+        if number in self._stack_for:
+            dump = stacks_in_dump(self.process.stacks(), handler.__file__)
+            self._stack_for.pop(number)(f"(its event loop is blocked: all runs of its process)\n{dump}" if dump else "")
 
     def received(self, batch: list[FromChild]) -> None:
         for message in batch:
@@ -259,7 +283,9 @@ class ChildHandle:
                     self._finished(number, Stopped("not_started"))
                 case messages.Stack(number, stack):
                     if number in self.runs:
-                        self.runs[number].stack = cut_stack(stack)
+                        if self.runs[number].stopping == "timeout":
+                            self.runs[number].stack = cut_stack(stack)
+                        self._stack_for.pop(number, _ignore)(cut_stack(stack))
                 case messages.Progress(number, progress):
                     if number in self.runs:
                         self._pool.progressed(self.runs[number], progress)
@@ -282,6 +308,7 @@ class ChildHandle:
         self._check_retired(now)
 
     def _finished(self, number: int, ended: Ended) -> None:
+        self._stack_for.pop(number, _ignore)("")
         run = self.runs.pop(number, None)
         if run is not None:  # A process in which a handler ran may send any number.
             self._pool.finished(run, ended)
@@ -304,6 +331,10 @@ def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun:
     if run.stopping is not None:
         return Stopped(run.stopping)
     return Stopped("neighbour") if killed else Crashed(error)
+
+
+def _ignore(stack: str) -> None:
+    """Nobody has asked for this stack."""
 
 
 def _now() -> float:

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,11 +88,13 @@ class Pool(Executor):
         self._closing = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup
+        self._loop: asyncio.AbstractEventLoop
 
     # From start to end
 
     async def open(self, context: WorkerContext) -> None:
         await super().open(context)
+        self._loop = asyncio.get_running_loop()
         self._main = asyncio.create_task(self._supervise(), name="holdfast pool")
         try:
             await wait_until(self._changed, lambda: self._hello is not None or self._first_failure is not None)
@@ -288,6 +291,16 @@ class Pool(Executor):
     def refused(self, run: Run) -> None:
         """A child does not know the queue of a run."""
         self._capacity.rest(run.queue, asyncio.get_running_loop().time() + REFUSED_S)
+
+    def show_stack(self, run: Run, deliver: Callable[[str], None]) -> None:
+        with suppress(RuntimeError):  # The loop has closed.
+            self._loop.call_soon_threadsafe(self._show_stack, run, deliver)
+
+    def _show_stack(self, run: Run, deliver: Callable[[str], None]) -> None:
+        if run.host is None or run.done:
+            deliver("")
+        else:
+            self._children[run.host].show_stack(run, deliver)
 
     def _ask_to_stop(self, run: Run, why: StopReason) -> None:
         if run.host is None:

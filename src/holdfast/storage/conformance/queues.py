@@ -152,6 +152,32 @@ async def test_stamps_of_a_dropped_queue_are_not_reused(stage: Stage) -> None:
     assert await stage.complete(stale) is SettleResult.LOST
 
 
+# notes
+
+
+async def test_note_is_read_until_its_time_is_over(stage: Stage) -> None:
+    storage = stage.storage
+    await storage.write_notes({"a": b"one", "b": b"\0\xff"}, ttl_ms=2000)
+    assert await storage.read_notes(["b", "none", "a"]) == [b"\0\xff", None, b"one"]
+    stage.clock.advance(1)
+    await storage.write_notes({"a": b"", "c": b"three"}, ttl_ms=5000)
+    assert await storage.read_notes(["a", "b", "c"]) == [b"", b"\0\xff", b"three"]
+    stage.clock.advance(1)
+    assert await storage.read_notes(["a", "b", "c"]) == [b"", None, b"three"]
+    await storage.write_notes({"d": b"four"}, ttl_ms=1)  # It also removes what is past its time.
+    assert await storage.read_notes(["a", "b", "c", "d"]) == [b"", None, b"three", b"four"]
+
+
+async def test_notes_belong_to_no_queue(stage: Stage) -> None:
+    await stage.storage.write_notes({"a": b"one"}, ttl_ms=2000)
+    assert (await stage.storage.snapshot()).queues == []
+
+
+async def test_calls_without_notes_do_nothing(stage: Stage) -> None:
+    await stage.storage.write_notes({}, ttl_ms=2000)
+    assert await stage.storage.read_notes([]) == []
+
+
 # workers
 
 

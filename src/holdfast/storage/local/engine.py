@@ -292,6 +292,16 @@ class Engine:
                 return True
         return False
 
+    def write_notes(self, notes: Mapping[str, bytes], ttl_ms: int) -> None:
+        now = self.clock.now_us()
+        self.table.forget_notes(now)
+        for name, value in notes.items():
+            self.table.write_note(name, value, now + 1000 * ttl_ms)
+
+    def read_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        now = self.clock.now_us()
+        return [self.table.note(name, now) for name in names]
+
     def repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         problems = [unreadable_meta(queue)] if self.table.rebuild_meta(queue, dry_run) else []
         if (problems and dry_run) or self.table.meta(queue) is None:
@@ -391,6 +401,12 @@ class LocalStorage(Storage):
 
     async def _ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
         return await self._step(lambda engine: engine.ready(queues, forgotten), writes=False, items=len(queues))
+
+    async def _write_notes(self, notes: Mapping[str, bytes], ttl_ms: int) -> None:
+        await self._step(lambda engine: engine.write_notes(notes, ttl_ms))
+
+    async def _read_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        return await self._step(lambda engine: engine.read_notes(names), writes=False, items=len(names))
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await self._step(lambda engine: engine.get(queue, ids), writes=False, items=len(ids))

@@ -64,6 +64,7 @@ class MemoryTable:
     def __init__(self) -> None:
         self._queues: dict[str, MemoryQueue] = {}
         self._workers: dict[str, WorkerInfo] = {}
+        self._notes: dict[str, tuple[bytes, int]] = {}
         self._floor = 0
         """The highest stamp of the dropped queues: new queues begin above it, so no stamp is used twice."""
         self.events: list[Event] = []
@@ -175,6 +176,16 @@ class MemoryTable:
             del self._workers[worker]
         else:
             self._workers[worker] = stats
+
+    def note(self, name: str, now: int) -> bytes | None:
+        value, forget_at = self._notes.get(name, (None, 0))
+        return value if forget_at > now else None
+
+    def write_note(self, name: str, value: bytes, forget_at: int) -> None:
+        self._notes[name] = (value, forget_at)
+
+    def forget_notes(self, now: int) -> None:
+        self._notes = {name: note for name, note in self._notes.items() if note[1] > now}
 
     def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
         source = self._queue(queue)

@@ -289,7 +289,15 @@ class RedisStorage(Storage):
         call = await self._calls.call(self._name, "evict", (worker,))
         return bool(call.reply)
 
+    async def _write_notes(self, notes: Mapping[str, bytes], ttl_ms: int) -> None:
+        pairs = (part for name, value in notes.items() for part in (name, value))
+        await self._calls.call(self._name, "write_notes", (ttl_ms, *pairs))
+
     # Reading
+
+    async def _read_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        found: list[bytes | None] = await self._calls.read(self._name, "read_notes", *names)
+        return found
 
     async def _get(self, queue: str, ids: Sequence[str]) -> list[Job | None]:
         return await reads.read_jobs(self._calls, self._key(queue), ids)

@@ -33,7 +33,7 @@ CLOSED = "the storage was closed"
 KEYS = (
     *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
-    *(":workers", ":beats", ":queues", ":layout"),
+    *(":workers", ":beats", ":notes", ":noted", ":queues", ":layout"),
 )
 """Suffixes of the keys of a queue and of a namespace. lua/keyspace.lua describes the keys."""
 

@@ -42,6 +42,15 @@ CREATE TABLE IF NOT EXISTS holdfast_workers (
   PRIMARY KEY (namespace, worker)
 ) WITHOUT ROWID;
 
+-- Small values that workers and commands leave for each other.
+CREATE TABLE IF NOT EXISTS holdfast_notes (
+  namespace TEXT NOT NULL,
+  name      TEXT NOT NULL,
+  value     BLOB NOT NULL,
+  forget_at INTEGER NOT NULL,             -- wall clock
+  PRIMARY KEY (namespace, name)
+) WITHOUT ROWID;
+
 -- Listeners: the datagram sockets of the processes on this file, and the events that each wants.
 CREATE TABLE IF NOT EXISTS holdfast_listeners (
   address TEXT NOT NULL,

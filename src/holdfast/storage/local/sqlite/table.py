@@ -378,6 +378,21 @@ class SqliteTable:
                 (self._namespace, worker, pack(_encode(stats))),
             )
 
+    def note(self, name: str, now: int) -> bytes | None:
+        row = self._db.execute(
+            "SELECT value FROM holdfast_notes WHERE namespace = ? AND name = ? AND forget_at > ?",
+            (self._namespace, name, now),
+        ).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def write_note(self, name: str, value: bytes, forget_at: int) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO holdfast_notes VALUES (?, ?, ?, ?)", (self._namespace, name, value, forget_at)
+        )
+
+    def forget_notes(self, now: int) -> None:
+        self._db.execute("DELETE FROM holdfast_notes WHERE namespace = ? AND forget_at <= ?", (self._namespace, now))
+
     def inspect(self, queue: str, after: Place | None, limit: int) -> list[Found]:
         rows = self._db.execute(
             f"SELECT {COLUMNS}, until_at, worker FROM holdfast_jobs WHERE queue = ? AND id > ? ORDER BY id LIMIT ?",

@@ -24,6 +24,7 @@ whose slot is being moved.
   {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish` in transaction.lua
   {ns}:queues       set     names of queues; in a cluster it is on another node, and the client calls `list`
   {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by the time at which that expires
+  {ns}:notes        hash    name -> forget_at (8 bytes) and value;  {ns}:noted  zset  name, by forget_at
   {ns}:layout       string  the layout version
 
 RECORD. Times and stamps are microseconds in 8 bytes. `n + 1` means that 0 stands for none. Numbers are little-endian,

@@ -1,8 +1,9 @@
--- The verbs of the keys that a namespace shares: the list of queues, the layout, the workers. A full server runs them too,
+-- The verbs of the keys that a namespace shares: the list of queues, the layout, the workers, notes. A full server runs them too,
 -- so that a worker can start and drain it. A worker has one record for the whole namespace, on the wall clock.
 
 local ANNOUNCED, EXPIRED_PER_CALL = '<I8I8B', 10 -- beat_at, expires_at, evict_asked, then the facts
 local ANNOUNCED_BYTES = 17
+local NOTE, NOTE_BYTES, FORGOTTEN_PER_CALL = '<I8', 8, 250 -- forget_at, then the value
 
 function VERBS.list()
   return call('SADD', QUEUE .. ':queues', ARGS[FIRST_ARG])
@@ -38,6 +39,28 @@ function VERBS.evict()
   if expires_at <= WALL then return 0 end
   call('HSET', QUEUE .. ':workers', worker, pack(ANNOUNCED, beat_at, expires_at, 1) .. sub(known, facts_at))
   return 1
+end
+
+function VERBS.write_notes()
+  local notes, noted = QUEUE .. ':notes', QUEUE .. ':noted'
+  for _, forgotten in ipairs(call('ZRANGEBYSCORE', noted, '-inf', WALL, 'LIMIT', 0, FORGOTTEN_PER_CALL)) do
+    call('ZREM', noted, forgotten)
+    call('HDEL', notes, forgotten)
+  end
+  local forget_at = WALL + 1000 * ARGS[FIRST_ARG]
+  for at = FIRST_ARG + 1, #ARGS, 2 do
+    call('HSET', notes, ARGS[at], pack(NOTE, forget_at) .. ARGS[at + 1])
+    call('ZADD', noted, forget_at, ARGS[at])
+  end
+  return 1
+end
+
+function VERBS.read_notes()
+  local found = call('HMGET', QUEUE .. ':notes', unpack(ARGS, FIRST_ARG))
+  for index, note in ipairs(found) do
+    found[index] = note and #note >= NOTE_BYTES and unpack_from(NOTE, note) > WALL and sub(note, NOTE_BYTES + 1)
+  end
+  return found
 end
 
 function VERBS.workers()
