@@ -129,9 +129,9 @@ class Producer(Client):
 
     def _time(self) -> dict[str, Any]:
         if self.rng.random() < 0.15:
-            return {"delay": self.rng.uniform(0, 3)}
+            return {"delay": self.rng.uniform(0, self.profile.max_delay_s)}
         if self.rng.random() < 0.05:  # A time in the past goes before what is due now.
-            return {"run_at": datetime.now(UTC) + timedelta(seconds=self.rng.uniform(-1, 2))}
+            return {"run_at": datetime.now(UTC) + timedelta(seconds=self.rng.uniform(-1, self.profile.max_delay_s))}
         return {}
 
     def _bound(self) -> BoundRequest[Any]:

@@ -52,6 +52,8 @@ class Profile:
     """Producers stop while more jobs than this are ready."""
     block_every_s: float = 40
     timeout_s: float = 2
+    max_delay_s: float = 3
+    """Largest delay of a request."""
     members: tuple[str, ...] = ("fleet", "fleet", "fleet", "inline", "pull", "produce", "produce", "call")
     """Roles of the processes. A process that is killed is replaced."""
 

@@ -34,7 +34,13 @@ SECONDS = 2.0
 DRAIN_S = 60
 PROGRAM = Program(lease_s=0.5)
 IN_PROCESS = {"slow": 3, "sleep": 1, "stubborn": 1, "block": 2}
-PROFILE = Profile(kinds=MILD | IN_PROCESS, other_kinds=MILD | {"slow": 3}, backlog=60, block_every_s=float("inf"))
+PROFILE = Profile(
+    kinds=MILD | IN_PROCESS,
+    other_kinds=MILD | {"slow": 3},
+    backlog=60,
+    block_every_s=float("inf"),
+    max_delay_s=0.5,
+)
 STALL_S = PROGRAM.lease_s / 4
 """A pause of the event loop that delays a heartbeat by its whole interval may cost a lease."""
 USUAL_SEEDS = 1
@@ -171,7 +177,7 @@ async def test_every_random_history_keeps_all_guarantees(
     verdict = Checker(history.read_each(folder), PROGRAM).verdict
     wrong = [f"{rule}: {case}" for rule, cases in verdict.wrong.items() for case in cases]
     assert not wrong, "\n".join([f"seed {seed}: {len(wrong)} violations", *wrong[:20]])
-    assert verdict.counts["runs"] > 100
+    assert verdict.counts["runs"] > 50
 
 
 async def run(app: Holdfast[Any], make_app: Callable[..., Holdfast[Any]], rng: random.Random) -> None:
