@@ -76,13 +76,14 @@ class _Order:
 
 
 def check_progress(index: HistoryIndex, program: Program, check: Check) -> None:
-    """A queue with ready jobs is claimed from, unless the storage is away."""
+    """A queue with ready jobs is claimed from, once workers have started and unless the storage is away."""
     since: dict[str, tuple[float, int]] = {}
     """When each queue was last seen empty or with new claims, and its number of claims then."""
     disturbed = [fault for fault in index.faults if fault.kind in AWAY | {"clock jump"}]
     before = 0.0
     for sample in index.samples:
-        if any(fault.at <= sample.at and fault.until + program.swept_s >= before for fault in disturbed):
+        started = any(claims for _, claims in sample.queues.values())
+        if not started or any(fault.at <= sample.at and fault.until + program.swept_s >= before for fault in disturbed):
             since.clear()
         before = sample.at
         for queue, (ready, claims) in sample.queues.items():

@@ -117,8 +117,8 @@ class Program:
 
     @property
     def starved_s(self) -> float:
-        """A queue with ready jobs must have a claim within this time."""
-        return 4 * self.lease_s
+        """A queue with ready jobs must have a claim within this time. Busy machines start workers slowly."""
+        return 10 * self.lease_s
 
 
 def ending() -> Path:

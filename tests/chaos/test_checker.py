@@ -159,7 +159,7 @@ def _unheard_later(draft: Draft) -> None:
 
 def _starved(draft: Draft, *, claims_at_first: int = 7) -> None:
     samples(draft, 29.0, 1, ready=1, claims=claims_at_first)
-    samples(draft, 30.0, 15, ready=3, claims=7)
+    samples(draft, 30.0, 33, ready=3, claims=7)
 
 
 def _runs_twice_at_most_once(draft: Draft) -> None:
@@ -250,10 +250,10 @@ FORGED: dict[str, tuple[str, str, Callable[[Draft], Any]]] = {
     ),
     "at most once, twice": ("no double completion", "may run once, and ran 2 times", _runs_twice_at_most_once),
     "run outlives its lease": ("no overlap", "overlaps with plain orphan", _run_outlives_its_lease),
-    "starved": ("progress", "work: 3 ready jobs, no claim for 13.0 s", _starved),
+    "starved": ("progress", "work: 3 ready jobs, no claim for 31.0 s", _starved),
     "starved after a claim": (
         "progress",
-        "work: 3 ready jobs, no claim for 13.0 s",
+        "work: 3 ready jobs, no claim for 31.0 s",
         lambda t: _starved(t, claims_at_first=6),
     ),
     "answer of no run": ("waiters", "answer='token of done'", lambda t: _shared_answer(t, "token of done")),
