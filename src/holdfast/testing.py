@@ -19,17 +19,17 @@ from holdfast._client.app import MAX_LEASE_MS, Holdfast
 from holdfast._client.task import Task
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import State
 from holdfast._core.options import from_at, to_at
+from holdfast._worker.handler import Handler
 from holdfast._worker.telemetry import RunEvent, default_worker_name
 from holdfast._worker.worker import WorkerSettings
 from holdfast.errors import HoldfastError, OptionError
-from holdfast.storage import connect
+from holdfast.storage.local.memory import MemoryStorage
 
 __all__ = ["Rehearsal", "rehearse"]
 
-MAX_RUNS = 10_000
-"""Maximum number of runs of one drain: more runs mean that it would never end."""
+MAX_MORE_RUNS = 10_000
+"""How many more jobs a drain runs than were ready when it began: still more mean that it would never end."""
 START = datetime(2027, 1, 15, 8, 0, tzinfo=UTC)
 """Time at the start of a rehearsal, unless given."""
 
@@ -42,10 +42,12 @@ class Rehearsal:
         self._app = app
         self._session = app._session  # pyright: ignore[reportPrivateUsage]
         self.clock = ManualClock(to_at("now", now) / 1e6)
+        self._storage: MemoryStorage
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        self._session.rehearse(connect("memory://", clock=self.clock))
+        self._storage = MemoryStorage(clock=self.clock)
+        self._session.rehearse(self._storage)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -56,12 +58,16 @@ class Rehearsal:
         """Present time of the clock that the test moves."""
         return from_at(self.clock.now_us())
 
-    async def drain(self, *, max_runs: int = MAX_RUNS) -> list[RunEvent]:
+    async def drain(self, *, max_runs: int | None = None) -> list[RunEvent]:
         """Run ready jobs, and the jobs that these make ready, until no job is ready. Returns the runs in order.
 
-        A job that is due later, as after a retry, waits for `advance`. Raises after more than `max_runs` runs.
+        A job that is due later, as after a retry, waits for `advance`. Raises after more than `max_runs` runs: by
+        default 10,000 more than jobs are ready now.
         """
         before = len(self._runs)
+        if max_runs is None:
+            ready = sum(stats.ready for stats in (await self._app.storage.snapshot()).queues)
+            max_runs = ready + MAX_MORE_RUNS
 
         def note(event: RunEvent) -> None:
             self._runs.append(event)
@@ -69,25 +75,32 @@ class Rehearsal:
                 worker.stop()
 
         settings = WorkerSettings(name=default_worker_name(), burst=True, heartbeat=False, lease_ms=MAX_LEASE_MS)
-        handlers = self._app._served(None)  # pyright: ignore[reportPrivateUsage]
-        worker = self._app._inline_worker(handlers, settings, note)  # pyright: ignore[reportPrivateUsage]
+        worker = self._app._inline_worker(self._handlers(), settings, note)  # pyright: ignore[reportPrivateUsage]
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
             raise HoldfastError(f"drain started more than {max_runs} runs: does a job enqueue itself without a delay?")
         return [event for event in self._runs[before:] if event.kind is not EventKind.CLAIMED]
 
     async def advance(
-        self, seconds: float = 0, *, minutes: float = 0, hours: float = 0, days: float = 0
+        self,
+        seconds: float = 0,
+        *,
+        minutes: float = 0,
+        hours: float = 0,
+        days: float = 0,
+        max_runs: int | None = None,
     ) -> list[RunEvent]:
-        """Move the clock forward, and run each job at the time when it is due. Returns the runs in order."""
+        """Move the clock forward, and run each job at the time when it is due. Returns the runs in order. `max_runs`
+        limits the runs at one time, as in `drain`."""
         length = timedelta(seconds=seconds, minutes=minutes, hours=hours, days=days)
         if length < timedelta(0):
             raise OptionError(f"advance moves the clock forward, not by {length.total_seconds():g} seconds")
         target = self.clock.now_us() + round(length / timedelta(microseconds=1))
-        happened = await self.drain()
-        while (due := await self._next_due(target)) is not None:
+        happened = await self.drain(max_runs=max_runs)
+        queues = [handler.queue for handler in self._handlers()]
+        while (due := self._storage.next_due_us(queues)) is not None and due <= target:
             self.clock.advance((due - self.clock.now_us()) / 1e6)
-            happened += await self.drain()
+            happened += await self.drain(max_runs=max_runs)
         self.clock.advance((target - self.clock.now_us()) / 1e6)
         return happened
 
@@ -96,12 +109,8 @@ class Rehearsal:
         name = task if isinstance(task, str) or task is None else task.name
         return [run for run in self._runs if run.kind is not EventKind.CLAIMED and name in (None, run.queue)]
 
-    async def _next_due(self, target: int) -> int | None:
-        """The earliest time after now and up to the target at which a job is due."""
-        times: list[int] = []
-        for queue in (await self._app.storage.snapshot()).queues:
-            times += [to_at("run_at", job.run_at) async for job in self._app.queue(queue.queue).jobs(State.WAITING)]
-        return min((at for at in times if self.clock.now_us() < at <= target), default=None)
+    def _handlers(self) -> list[Handler]:
+        return self._app._served(None)  # pyright: ignore[reportPrivateUsage]
 
 
 rehearse = Rehearsal

@@ -573,6 +573,44 @@ async def test_timeout_names_the_storage_that_no_worker_serves(app: Holdfast[Any
         await handle.result(wait=0)
 
 
+async def test_handle_by_id_has_the_result_of_an_earlier_request(app: Holdfast[Any]) -> None:
+    @app.task(name="page", unique="page:{url}")
+    async def page(url: str, depth: int = 1) -> tuple[str, int]:
+        return url, depth
+
+    id = page.id_for("https://example.org/?q=1", depth=2)
+    assert id == "page:https%3A%2F%2Fexample.org%2F%3Fq%3D1"
+    with pytest.raises(JobForgotten, match="was never requested"):
+        await page.handle(id).result(wait=0)
+    async with app.worker():
+        sent = await page.enqueue("https://example.org/?q=1")
+        assert sent.id == id
+        assert await page.handle(id).result(wait=10) == ("https://example.org/?q=1", 1)
+    assert await page.handle(id.encode()).state() is State.COMPLETED
+    assert page.sync.handle(page.sync.id_for("a")).id == "page:a"
+
+
+@pytest.mark.storages("memory")
+async def test_id_for_needs_a_template(app: Holdfast[Any]) -> None:
+    @app.task(name="plain")
+    async def plain(number: int) -> None: ...
+
+    with pytest.raises(OptionError, match="plain makes no id from its arguments: pass unique=… or singleton=…"):
+        plain.id_for(1)
+
+
+@pytest.mark.storages("memory")
+async def test_template_writes_values_as_text(app: Holdfast[Any]) -> None:
+    """So a number and its text are one id: an annotation of the parameter tells them apart before that."""
+
+    @app.task(name="seen", unique="seen:{value}")
+    async def seen(value: object) -> None: ...
+
+    assert seen.id_for(1) == seen.id_for("1") == "seen:1"
+    assert seen.id_for(True) == seen.id_for("true") == "seen:true"
+    assert seen.id_for(None) != seen.id_for("~")
+
+
 async def test_wait_of_zero_reads_once(app: Holdfast[Any]) -> None:
     @app.task(name="once")
     async def once() -> int:

@@ -55,7 +55,7 @@ async def test_a_lease_may_be_short_or_long(app: Holdfast[Any]) -> None:
         await queue.enqueue(n)
         assert await queue.lease(seconds=seconds) is not None
     for seconds in (0, 0.09, 86_401, -1):
-        with pytest.raises(OptionError, match=r"seconds must be from 0\.1 to 86400 seconds, not"):
+        with pytest.raises(OptionError, match=r"seconds must be from 0\.1 to 86,400 seconds, not"):
             await queue.lease(seconds=seconds)
 
 

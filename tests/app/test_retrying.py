@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -256,6 +257,76 @@ async def test_a_payload_with_an_unknown_parameter_fails_when_its_retries_are_us
         with pytest.raises(JobFailed, match="region") as raised:
             await handle.result(wait=10)
     assert (raised.value.kind, raised.value.attempts) == ("retriable", 3)
+
+
+async def test_jobs_of_old_code_run_once_a_new_parameter_has_a_default(app: App, make_app: MakeApp) -> None:
+    """A release added a required parameter by mistake: jobs that wait are retried until the next release."""
+
+    @app.task(name="t", min_backoff=0.02)
+    async def mistaken(name: str, region: str) -> None: ...
+
+    async def retried() -> bool:
+        job = await app.queue("t").get("j")
+        return job is not None and job.retries >= 2
+
+    handle = await app.queue("t").enqueue({"name": "ada"}, id="j")
+    async with app.worker():
+        await until(retried)
+    job = await app.queue("t").get("j")
+    assert job is not None
+    assert str(job.error) == "SignatureMismatch: the payload of t has no 'region'"
+    async with make_app() as mended:
+
+        @mended.task(name="t", min_backoff=0)
+        async def new(name: str, region: str = "eu") -> str:
+            return f"{name} {region}"
+
+        async with mended.worker():
+            assert await handle.result(wait=10) == "ada eu"
+
+
+async def old(name: str) -> None: ...
+
+
+async def with_default(name: str, region: str = "eu") -> None: ...
+
+
+async def with_required(name: str, region: str) -> None: ...
+
+
+async def renamed(person: str) -> None: ...
+
+
+@pytest.mark.storages("memory")
+@pytest.mark.parametrize(
+    ("producer", "worker", "runs"),
+    [
+        (old, with_default, True),
+        (old, with_required, False),
+        (with_required, old, False),
+        (with_default, old, False),
+        (old, renamed, False),
+        (renamed, old, False),
+        (with_required, with_default, True),
+    ],
+)
+async def test_jobs_and_code_of_two_releases(
+    app: App, make_app: MakeApp, producer: Callable[..., Any], worker: Callable[..., Any], runs: bool
+) -> None:
+    app.task(name="t", min_backoff=60)(worker)
+    arguments = dict.fromkeys(inspect.signature(producer).parameters, "text")
+    async with make_app() as release:
+        handle = await release.task(name="t")(producer).using(id="j").enqueue(**arguments)
+    async with app.worker():
+        if runs:
+            assert await app.queue("t").result("j", wait=10) is None
+            return
+
+        async def retried() -> bool:
+            job = await app.queue("t").get(handle.id)
+            return job is not None and job.retries == 1 and str(job.error).startswith("SignatureMismatch: ")
+
+        await until(retried)
 
 
 # Timeouts

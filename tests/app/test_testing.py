@@ -30,7 +30,8 @@ from holdfast import (
     WaitTimeout,
     current_job,
 )
-from holdfast.testing import START, Rehearsal, rehearse
+from holdfast.storage.local.memory import MemoryStorage
+from holdfast.testing import MAX_MORE_RUNS, START, Rehearsal, rehearse
 
 
 @pytest.fixture
@@ -134,7 +135,57 @@ async def test_drain_of_a_job_that_always_reenqueues_itself_is_stopped(app: Hold
             await asyncio.wait_for(jobs.drain(max_runs=300), 60)
 
 
+async def test_drain_runs_more_ready_jobs_than_the_limit_of_further_ones(app: Holdfast[Any]) -> None:
+    @app.task(name="many")
+    async def many(number: int) -> None: ...
+
+    with rehearse(app) as jobs:
+        await app.enqueue_many(many.bind(number) for number in range(MAX_MORE_RUNS + 50))
+        assert len(await jobs.drain()) == MAX_MORE_RUNS + 50
+
+
 # Advance
+
+
+async def test_advance_stops_a_job_that_enqueues_itself_after_its_limit(app: Holdfast[Any]) -> None:
+    @app.task(name="endless")
+    async def endless() -> None:
+        await endless.enqueue()
+
+    with rehearse(app) as jobs:
+        await endless.using(delay=60).enqueue()
+        with pytest.raises(HoldfastError, match="more than 20 runs"):
+            await jobs.advance(minutes=2, max_runs=20)
+
+
+async def test_advance_after_a_step_back_runs_jobs_at_their_time(app: Holdfast[Any]) -> None:
+    ran: list[datetime] = []
+
+    @app.task(name="later")
+    async def later() -> None:
+        ran.append(jobs.now)
+
+    with rehearse(app) as jobs:
+        start = jobs.now
+        await later.using(delay=100).enqueue()
+        await later.using(run_at=start + timedelta(seconds=200)).enqueue()
+        jobs.clock.advance(-3600)
+        await later.using(delay=50).enqueue()
+        await jobs.advance(hours=2)
+        back = start - timedelta(hours=1)
+        assert ran == [back + timedelta(seconds=50), back + timedelta(seconds=100), start + timedelta(seconds=200)]
+
+
+async def test_advance_lists_no_waiting_jobs(app: Holdfast[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cost would grow with the square of the number of jobs."""
+
+    @app.task(name="later")
+    async def later() -> None: ...
+
+    with rehearse(app) as jobs:
+        await app.enqueue_many(later.using(delay=number).bind() for number in range(1, 6))
+        monkeypatch.setattr(MemoryStorage, "scan", None)
+        assert len(await jobs.advance(minutes=1)) == 5
 
 
 async def test_delayed_job_runs_at_its_time(app: Holdfast[Any]) -> None:

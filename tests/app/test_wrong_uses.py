@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,33 @@ def test_task_that_is_not_a_function_is_refused(idle: Holdfast[Any]) -> None:
             idle.task(wrong)  # type: ignore[arg-type]
 
 
+async def agenerates() -> AsyncIterator[int]:
+    yield 1
+
+
+def generates() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize("function", [generates, agenerates, partial(generates)], ids=["sync", "async", "partial"])
+def test_generator_function_is_refused_as_a_task(idle: Holdfast[Any], function: Callable[..., Any]) -> None:
+    with pytest.raises(OptionError, match="t is a generator function, and a job has one result: return a list"):
+        idle.task(name="t")(function)
+    with pytest.raises(OptionError, match="t/failed is a generator function"):
+        idle.task(name="t")(lambda: None).on_failure(lambda failure: (yield failure))
+
+
+@pytest.mark.parametrize("name", ["", None, 5])
+def test_task_with_an_empty_name_is_refused(idle: Holdfast[Any], name: Any) -> None:
+    with pytest.raises(OptionError, match="is not valid"):
+        idle.task(name=name)(lambda: None)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
         ("timeout", 0, "timeout must be from 0.001"),
-        ("timeout", -1, "timeout must be from 0.001"),
+        ("timeout", -1, "timeout must be from 0.001 to 315,360,000 seconds, not -1"),
         ("timeout", "30", r"timeout must be seconds or a timedelta, not '30' \(str\)"),
         ("timeout", None, "timeout must be seconds or a timedelta"),
         ("timeout", float("nan"), "timeout must be seconds"),
@@ -671,8 +694,8 @@ def test_pattern_that_matches_nothing_is_refused_with_the_known_queues(idle: Hol
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("lease", 0.4, "lease must be from 0.5 to 3600 seconds, not 0.4"),
-        ("lease", 3601, "lease must be from 0.5 to 3600"),
+        ("lease", 0.4, "lease must be from 0.5 to 3,600 seconds, not 0.4"),
+        ("lease", 3601, "lease must be from 0.5 to 3,600"),
         ("lease", "10", "lease must be seconds"),
         ("grace", -1, "grace must be from 0"),
         ("concurrency", 0, "concurrency must be a whole number from 1"),

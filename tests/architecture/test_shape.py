@@ -23,8 +23,8 @@ BUDGETS = {
     "_worker": 3_950,
     "storage": 8_300,
     "storage/conformance": 3_110,
-    "cli": 2_040,
-    "": 340,
+    "cli": 2_160,
+    "": 350,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")

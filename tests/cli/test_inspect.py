@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, Lease
+from holdfast._core.jobs import Request, Work
 from tests.app.conftest import Place
 from tests.cli.conftest import PROGRAM, Result, Run, harmless, until
 
@@ -80,6 +81,39 @@ async def test_status_shows_queues_and_workers_in_numbers(run: Run, app: Holdfas
 
 async def _has_workers(app: Holdfast[Any], queue: str) -> bool:
     return bool((await app.queue(queue).stats()).workers)
+
+
+async def test_status_takes_patterns_and_leaves_out_empty_queues(run: Run, app: Holdfast[Any]) -> None:
+    for name in ("pages.new", "pages.old", "emails"):
+        await app.queue(name).enqueue(None, id="a")
+    await app.queue("emails").purge()
+    some, every, whole, named, none = run.each(
+        ["status", "pages.*"], ["status"], ["status", "--all"], ["status", "emails"], ["status", "letters.*"]
+    )
+    assert [cells(line)[0] for line in some.lines[1:3]] == ["pages.new", "pages.old"]
+    assert "emails" not in some.out + every.out
+    assert "1 empty queue without a worker not shown: pass --all" in every.out
+    assert "emails" in whole.out
+    assert "not shown" not in whole.out + some.out
+    assert cells(named.lines[1])[0] == "emails"
+    assert none.says_no(1, "letters.*")
+
+
+async def test_id_without_its_escapes_is_found_if_it_is_the_only_one(run: Run, app: Holdfast[Any]) -> None:
+    page = app.task(name="page", unique="page:{url}")(lambda url: None)
+    await page.enqueue("http://a/b?c")
+    assert page.id_for("http://a/b?c") == "page:http%3A%2F%2Fa%2Fb%3Fc"
+    for told in run.each(
+        ["show", "page", "page:http://a/b?c"],
+        ["explain", "page", "page:http://a/b?c"],
+        ["cancel", "page", "page:http://a/b?c"],
+    ):
+        assert (told.status, told.err) == (0, ""), told
+    assert "cancelled" in run("show", "page", "page:http://a/b?c").out
+    assert "page:http%3A%2F%2Fa%2Fb%3Fc" in run("retry", "page", "page:http://a/b?c").out
+    await app.queue("page").enqueue(None, id="page:http://a%2Fb?c")
+    ambiguous = run("show", "page", "page:http://a/b?c")
+    assert ambiguous.says_no(1, "`holdfast jobs page` lists the ids")
 
 
 async def test_rates_are_differences_of_totals(run: Run, app: Holdfast[Any]) -> None:
@@ -172,6 +206,15 @@ async def test_jobs_are_listed_by_state_up_to_the_limit(run: Run, app: Holdfast[
     assert (none.status, none.out) == (0, "no cancelled jobs in emails\n")
     assert all("secret" not in each.out for each in (all_of_them, failed, two))
     assert await lease.release()
+
+
+@pytest.mark.storages("sqlite")
+async def test_deep_payload_of_another_language_is_shown(run: Run, app: Holdfast[Any]) -> None:
+    deep = Request("deep", Work(b"[" * 700 + b"]" * 700), custom_id=True)
+    await app.storage.enqueue("emails", [deep])
+    for told in run.each(["show", "emails", "deep", "--payload"], ["show", "emails", "deep", "--payload", "--json"]):
+        assert (told.status, told.err) == (0, "")
+        assert "[[[[" in told.out
 
 
 async def test_a_payload_is_shown_only_if_asked_for(run: Run, app: Holdfast[Any]) -> None:

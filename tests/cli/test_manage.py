@@ -14,6 +14,8 @@ from tests import servers
 from tests.cli.running import Edge, edge_on, ended, on_both, run
 from tests.worker.conftest import until
 
+AGAIN = "each runs as often as a new job: its retries are counted from 0"
+
 MANY = 150
 """More than a storage sweeps in one step."""
 
@@ -64,17 +66,17 @@ async def test_retry_restarts_the_given_jobs_or_with_all_every_failed_one(storag
         some, none = await asyncio.gather(
             edge.run("retry", "q", "a", "nobody"), edge.run("retry", "q", "nobody", "no\x1b[31m")
         )
-        assert (some.status, some.out) == (0, "enqueued again: a\n")
+        assert (some.status, some.out) == (0, f"enqueued again: a\n{AGAIN}\n")
         assert "'nobody'" in some.err
         assert (none.status, none.out) == (1, "")
         assert len(none.err.splitlines()) == 2
         assert "\x1b" not in none.err
-        assert await edge.run("retry", "q", "--all") == (0, "2 jobs enqueued again\n", "")
+        assert await edge.run("retry", "q", "--all") == (0, f"2 jobs enqueued again\n{AGAIN}\n", "")
         assert await states(edge) == {"a": "waiting", "b": "waiting", "c": "waiting", "stopped": "cancelled"}
         again = await queue.get("a")
         assert again is not None
         assert (again.payload, again.retries) == ({"of": "a"}, 0)
-        assert (await edge.run("retry", "q", "stopped")).lines == ["enqueued again: stopped"]
+        assert (await edge.run("retry", "q", "stopped")).lines == ["enqueued again: stopped", AGAIN]
 
 
 async def test_wrong_uses_exit_with_2_and_change_nothing(tmp_path: Path) -> None:
@@ -320,3 +322,29 @@ async def test_purge_asks_first_and_deletes_only_what_was_named(storage: str, tm
         assert lease.cancel_asked
         await lease.release()
         assert await states(edge) in ({}, {"runs": "cancelled"})
+
+
+async def test_delete_asks_first_and_waits_for_running_jobs(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    async with Holdfast(url) as app:
+        queue = app.queue("q")
+        await app.enqueue_many(queue.bind(number) for number in range(3))
+        lease = await queue.lease()
+        assert lease is not None
+        no = await run("delete", "q", cwd=tmp_path, given="n\n", HOLDFAST_URL=url)
+        assert (no.status, "nothing was deleted" in no.err) == (1, True)
+        late = await run("delete", "q", "--yes", "--wait", "0", cwd=tmp_path, HOLDFAST_URL=url)
+        assert (late.status, "q still has jobs and is paused" in late.err) == (4, True)
+        await lease.release()
+        yes = await run("delete", "q", "--yes", cwd=tmp_path, HOLDFAST_URL=url)
+        assert (yes.status, yes.out) == (0, "deleted q\n")
+        gone = await run("delete", "q", "--yes", cwd=tmp_path, HOLDFAST_URL=url)
+        assert (gone.status, "there is no queue q" in gone.err) == (1, True)
+        assert (await app.stats()).queues == []
+
+
+async def test_cancel_all_names_the_command_that_does_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    async with Holdfast(url):
+        told = await run("cancel", "q", "--all", cwd=tmp_path, HOLDFAST_URL=url)
+    assert (told.status, "holdfast purge q --state waiting" in told.err) == (2, True)

@@ -116,6 +116,17 @@ def test_a_value_is_printed_as_json_has_it(value: Any, as_json: Any, capsys: pyt
     assert json.loads(capsys.readouterr().out) == as_json
 
 
+@pytest.mark.parametrize("levels", [100, 700, 50_000])
+def test_deep_value_is_printed_down_to_a_level(levels: int, capsys: pytest.CaptureFixture[str]) -> None:
+    value: Any = "core"
+    for _ in range(levels // 2):
+        value = {"a": [value]}
+    say_json(value)
+    said = capsys.readouterr().out
+    assert said.count("[") == min(levels // 2, 100)
+    assert ("core" if levels == 100 else "…") in said
+
+
 def test_a_struct_is_its_fields_with_the_defaults() -> None:
     told = plain({"error": JobError(type="ValueError", message="no")})
     assert told == {

@@ -170,7 +170,7 @@ def test_run_with_cancel_request_and_next_shows_both() -> None:
 def test_finished_job_shows_its_outcome_and_its_expiry(state: State, attempts: int, first: str) -> None:
     failed = state is State.FAILED
     outcome = Outcome(NOW, state, NOW - SECOND, NOW + 60 * SECOND, error=error("permanent") if failed else None)
-    retry = ["`holdfast retry` runs it once more"] if failed else []
+    retry = ["`holdfast retry` enqueues it again, with all its retries"] if failed else []
     remembered = "it is remembered until 2027-01-15 08:01:00 UTC (in 60 s)"
     assert told(job(attempts=attempts, outcome=outcome)) == [first, *retry, remembered]
 

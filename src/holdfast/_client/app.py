@@ -157,7 +157,7 @@ class Holdfast(RunnableApp, Generic[T]):
     def _define(self, options: TaskOptions, stub: bool, function: Callable[..., Any]) -> Task[Any, Any, Any]:
         if not callable(function) or inspect.isclass(function):
             raise OptionError(f"a task must be a function, not {function!r:.60}")
-        name = options.get("name") or default_name(function)
+        name = options["name"] if "name" in options else default_name(function)
         check_queue(name)
         if name.endswith(FAILED_SUFFIX):
             raise OptionError(f"{name} is the name of a fail handler's queue: use @task.on_failure")

@@ -121,6 +121,18 @@ class Using(Generic[P, R]):
         """Enqueue a job and wait for its result. A remembered result returns at once. Raises like `Handle.result`."""
         return cast("R", await call(self._session, self.bind(*args, **kwargs)))
 
+    def id_for(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Return the id that `unique` or `singleton` makes from these arguments: `queue.cancel(task.id_for(url))`."""
+        definition = self._definition
+        if definition.make_id is None:
+            raise OptionError(f"{definition.name} makes no id from its arguments: pass unique=… or singleton=…")
+        return definition.make_id(definition.arguments.by_name(args, kwargs))
+
+    def handle(self, id: str | bytes) -> Handle[R]:
+        """Return the handle of a job that was requested before, in any process: `await task.handle(id).result()`."""
+        named = Request(id=clean_id(id), work=Work(None), custom_id=True)
+        return Handle(self._session, BoundRequest(self._template, named), None)
+
     @property
     def sync(self) -> SyncUsing[P, R]:
         """The blocking version of this task, for code without an event loop."""
@@ -167,7 +179,7 @@ class Handle(Generic[R_co]):
         self.queue = bound.queue
         self.id = bound.request.id
         self.placed: Placed | None = None if reply is None else reply.placed
-        """What the request did. None if it was sent in a transaction of the caller."""
+        """What the request did. None if it was sent in a transaction of the caller, and for `task.handle`."""
         self.generation = 0 if reply is None else reply.generation
         self._cached: Outcome | None = None if reply is None else reply.outcome
         self._template = bound.template
@@ -180,10 +192,13 @@ class Handle(Generic[R_co]):
         wait_s = to_wait_s(wait)
         outcome = self._cached
         if outcome is None:
-            if self.placed is None and not self.generation:  # It was sent in a transaction of the caller.
+            if not self.generation:  # It was sent in a transaction of the caller, or this is `task.handle`.
                 (job,) = await self._session.storage.get(self.queue, [self.id])
                 if job is None:
-                    raise JobForgotten(f"job {self.id!r} in {self.queue} has no record: was the transaction committed?")
+                    raise JobForgotten(
+                        f"job {self.id!r} in {self.queue} has no record: it is forgotten, or was never requested"
+                        " (was the transaction committed?)"
+                    )
                 self.generation = newest_generation(job)
             outcome = await waiters.wait(self._session.storage, self.queue, self.id, self.generation, wait_s=wait_s)
         return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._template.returns))

@@ -154,6 +154,12 @@ class SyncUsing(Blocking[Using[P, R]], mirrors=Using):
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> BoundRequest[R]:
         return self._source.bind(*args, **kwargs)
 
+    def id_for(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        return self._source.id_for(*args, **kwargs)
+
+    def handle(self, id: str | bytes) -> SyncHandle[R]:
+        return SyncHandle(self._session, self._source.handle(id))
+
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> SyncHandle[R]:
         return SyncHandle(self._session, run(self._session, lambda: self._source.enqueue(*args, **kwargs)))
 

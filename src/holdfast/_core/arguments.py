@@ -23,16 +23,19 @@ from holdfast._core.options import IdTemplate
 from holdfast.errors import OptionError, PayloadRejected
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_VARIABLE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-class UnknownParameter(Exception):
-    """A payload names a parameter that the function does not have. The producer is newer than the worker."""
+class SignatureMismatch(Exception):
+    """A payload has other parameters than the function: its producer has older or newer code than the worker."""
 
 
 class Arguments:
     """The parameters of one function, and their payloads. Annotations are read late: they may name a later class."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        if _is_generator(function):
+            raise OptionError(f"{name} is a generator function, and a job has one result: return a list instead")
         self.name = name
         self.function = function
         self.signature = inspect.signature(function)
@@ -44,7 +47,7 @@ class Arguments:
         """All arguments can be passed by name."""
         self._positional = [p.name for p in self._parameters if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
         self._names = {p.name for p in self._parameters}
-        self._required = {p.name for p in self._parameters if p.default is p.empty and p.kind in _NAMED}
+        self._required = {p.name for p in self._parameters if p.default is p.empty and p.kind not in _VARIABLE}
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class Arguments:
             raise
 
     def decode(self, codec: Codec, data: bytes) -> Any:
-        """Decode a payload to one value for `call`. Raises `UnknownParameter`, or `PayloadRejected` if no other worker
+        """Decode a payload to one value for `call`. Raises `SignatureMismatch`, or `PayloadRejected` if no other worker
         could decode it either."""
         if self.whole and self.raw:
             return data
@@ -102,8 +105,8 @@ class Arguments:
         try:
             return codec.decode(data, wanted)
         except UNDECODABLE as error:
-            if not self.whole and (unknown := self._unknown(codec, data)):
-                raise UnknownParameter(f"{self.name} has no parameter {', '.join(map(repr, unknown))}") from None
+            if not self.whole:
+                self._compare_names(codec, data)
             raise PayloadRejected(f"the payload does not fit {self.name}{self.signature}: {error}") from error
 
     def check(self, codec: Codec) -> None:
@@ -144,12 +147,16 @@ class Arguments:
             return parameter.name, hint
         return parameter.name, hint, msgspec.field(default_factory=lambda: parameter.default)
 
-    def _unknown(self, codec: Codec, data: bytes) -> list[str]:
+    def _compare_names(self, codec: Codec, data: bytes) -> None:
+        """Raise `SignatureMismatch` if a payload has other parameters than the function."""
         try:
             found = codec.decode(data, dict[str, Any])
         except UNDECODABLE:
-            return []
-        return sorted(found.keys() - self._names)
+            return
+        if unknown := sorted(found.keys() - self._names):
+            raise SignatureMismatch(f"{self.name} has no parameter {', '.join(map(repr, unknown))}") from None
+        if missing := sorted(self._required - found.keys()):
+            raise SignatureMismatch(f"the payload of {self.name} has no {', '.join(map(repr, missing))}") from None
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -159,6 +166,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(_with_hints(function))
+
+
+def _is_generator(function: Callable[..., Any]) -> bool:
+    called = _with_hints(function)
+    return inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)
 
 
 def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -257,7 +257,8 @@ def to_ms(name: str, value: Seconds, least_ms: int = 0, most_ms: int = MAX_MS) -
         raise OptionError(f"{name} must be seconds or a timedelta, not {value!r:.60} ({type(value).__name__})")
     ms = math.ceil(round(1000 * seconds, 3)) if 0 <= seconds <= most_ms else -1
     if not least_ms <= ms <= most_ms:
-        raise OptionError(f"{name} must be from {least_ms / 1000:g} to {most_ms / 1000:g} seconds, not {value!r:.60}")
+        bounds = f"{least_ms / 1000:,.12g} to {most_ms / 1000:,.12g}"
+        raise OptionError(f"{name} must be from {bounds} seconds, not {value!r:.60}")
     return ms
 
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast._core import failure
-from holdfast._core.arguments import Arguments, UnknownParameter, is_async
+from holdfast._core.arguments import Arguments, SignatureMismatch, is_async
 from holdfast._core.codec import Codecs
 from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr, visible_traceback
 from holdfast._core.jobs import Complete, Fail, Job
@@ -181,7 +181,7 @@ class Handler:
         assert self.fails_for is not None
         try:
             return self.fails_for.decode(self.codecs.get(codec), payload)
-        except (HoldfastError, UnknownParameter):
+        except (HoldfastError, SignatureMismatch):
             return payload
 
     def _read_failure(self, job: Job, payload: bytes) -> Failure:
@@ -344,7 +344,7 @@ def timed_out(limit_ms: int | None, stack: str) -> TimedOut:
 def _raised(error: BaseException, current: CurrentJob) -> Ended:
     if current.stopping == "timeout":
         return TimedOut(error_from_exception(error, "timeout"))
-    if isinstance(error, UnknownParameter):
+    if isinstance(error, SignatureMismatch):
         return Raised(error_from_exception(error, "retriable"))
     permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
     if current.stopping is not None and not permanent and not isinstance(error, Retry):

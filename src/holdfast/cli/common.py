@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
+from urllib.parse import quote, unquote
 
 import click
 import msgspec
@@ -20,6 +21,9 @@ from holdfast._client.app import Holdfast
 from holdfast._client.settings import find_settings
 from holdfast.cli.output import NO, end
 from holdfast.errors import OptionError
+
+MOST_SEARCHED = 10_000
+"""Jobs of a queue that are read to find an id without its escapes."""
 
 
 def with_app(command: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -100,6 +104,22 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
         raise OptionError(
             f"the payload is not JSON ({error}): quote it for the shell, or use --text for text, --raw for bytes"
         ) from None
+
+
+async def find_id(app: Holdfast[None], queue: str, id: str) -> str:
+    """Return the id of the job that the user means. Templates of tasks percent-encode values: if there is no job with
+    this id, it is the only id that reads like this without its escapes. Searches `MOST_SEARCHED` jobs."""
+    if quote(id, safe="@+") == id or await app.queue(queue).get(id) is not None:
+        return id
+    found: list[str] = []
+    searched = 0
+    async for job in app.queue(queue).jobs():
+        searched += 1
+        if job.id != id and unquote(job.id) == id:
+            found.append(job.id)
+        if len(found) > 1 or searched == MOST_SEARCHED:
+            break
+    return found[0] if len(found) == 1 else id
 
 
 def look_here() -> None:

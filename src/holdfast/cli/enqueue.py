@@ -8,7 +8,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._core.options import DEFAULT_WAIT_S
-from holdfast.cli.common import read_payload, with_app, with_present_app
+from holdfast.cli.common import find_id, read_payload, with_app, with_present_app
 from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, say, say_json
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
@@ -93,7 +93,7 @@ async def result(app: Holdfast[None], queue: str, id: str, *, wait: float) -> No
     Exit status 1 if it failed, was cancelled or does not exist, 4 if it did not end within --wait.
     """
     try:
-        say_json(await app.queue(queue).result(id, wait=wait))
+        say_json(await app.queue(queue).result(await find_id(app, queue, id), wait=wait))
     except WaitTimeout as error:
         end(TIME_IS_UP, str(error))
     except (JobFailed, JobCancelled, JobForgotten, JobNotFound) as error:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from datetime import datetime, timedelta
 
 import click
@@ -18,12 +19,13 @@ from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import escape_control
 from holdfast._worker.questions import ask_for_stack
-from holdfast.cli.common import Length, Number, with_present_app
+from holdfast.cli.common import Length, Number, find_id, with_present_app
 from holdfast.cli.output import (
     NO,
     TIME_IS_UP,
     as_json,
     end,
+    format_count,
     format_duration,
     format_moment,
     plain,
@@ -42,6 +44,7 @@ RATES = ("enqueued", "completed", "failed", "retried")
 
 @click.command()
 @click.argument("queues", nargs=-1, metavar="[QUEUE]...")
+@click.option("--all", "everything", is_flag=True, help="Also show empty queues that no worker serves.")
 @click.option("--watch", is_flag=True, help="Repeat, with rates, until interrupted.")
 @click.option(
     "--every",
@@ -55,15 +58,22 @@ RATES = ("enqueued", "completed", "failed", "retried")
 @as_json
 @with_present_app
 async def status(
-    app: Holdfast[None], queues: tuple[str, ...], *, watch: bool, every: float, times: int | None, as_json: bool
+    app: Holdfast[None],
+    queues: tuple[str, ...],
+    *,
+    everything: bool,
+    watch: bool,
+    every: float,
+    times: int | None,
+    as_json: bool,
 ) -> None:
-    """Show the number of jobs in each queue, and the workers.
+    """Show the number of jobs in each queue, and the workers. QUEUE is a name or a pattern.
 
     \b
     Examples:
       holdfast status
       holdfast status --watch
-      holdfast status shop.tasks.report --json
+      holdfast status 'shop.tasks.*' --json
     """
     if times is not None and not watch:
         raise click.UsageError("--times needs --watch")
@@ -71,7 +81,7 @@ async def status(
     rounds = itertools.count(1) if watch else [1]
     for number in rounds:
         snapshot = await app.stats()
-        chosen = [stats for stats in snapshot.queues if not queues or stats.queue in queues]
+        chosen = [stats for stats in snapshot.queues if not queues or _matches(stats.queue, queues)]
         if queues and not chosen and not watch:
             end(NO, f"there is no queue {', '.join(queues)} on {where(app)}")
         if as_json:
@@ -79,12 +89,26 @@ async def status(
         else:
             if watch:
                 click.clear()  # Has no effect unless this is a terminal.
-            _show_status(snapshot, chosen, before)
+            shown = [stats for stats in chosen if queues or everything or not _is_idle(stats)]
+            _show_status(snapshot, shown, before)
+            if len(shown) < len(chosen):
+                idle = format_count(len(chosen) - len(shown), "empty queue")
+                say(f"\n{idle} without a worker not shown: pass --all, or delete them with `holdfast delete`")
             say(f"\non {where(app)}")
         before = snapshot
         if not watch or number == times:
             return
         await asyncio.sleep(every)
+
+
+def _matches(queue: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(queue, pattern) for pattern in patterns)
+
+
+def _is_idle(stats: QueueStats) -> bool:
+    """Whether a queue has no job, no worker and nothing else to look at."""
+    jobs = stats.ready + stats.scheduled + stats.running + stats.completed + stats.failed + stats.cancelled
+    return not (jobs or stats.workers or stats.paused or stats.problem)
 
 
 def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot | None) -> None:
@@ -212,9 +236,13 @@ async def _first(jobs: AsyncIterator[JobInfo], count: int, began_by: datetime | 
 @with_present_app
 async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_json: bool) -> None:
     """Show one job. Exit status 1 if there is none."""
-    job = await app.queue(queue).get(id)
+    job = await app.queue(queue).get(await find_id(app, queue, id))
     if job is None:
-        end(NO, f"there is no job {id!r} in {queue}: it was never enqueued, or its record has expired")
+        end(
+            NO,
+            f"there is no job {id!r} in {queue}: it was never enqueued, or its record has expired."
+            f" `holdfast jobs {queue}` lists the ids",
+        )
     shown: dict[str, object] = {name: getattr(job, name) for name in job.__struct_fields__}
     if not payload:
         del shown["payload"], shown["result"]
@@ -242,7 +270,7 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
 @with_present_app
 async def explain(app: Holdfast[None], queue: str, id: str, *, as_json: bool) -> None:
     """Explain why a job is not running, or what it is doing. Exit status 1 if there is no such job."""
-    explanation = await find_reasons(app.storage, queue, id)
+    explanation = await find_reasons(app.storage, queue, await find_id(app, queue, id))
     if as_json:
         say_json(explanation)
     else:
@@ -272,6 +300,7 @@ async def stack(app: Holdfast[None], queue: str, id: str, *, wait: float) -> Non
     The worker answers with its next heartbeat, usually within 3 s. Exit status 1 if the job does not run on a live
     worker, 4 if the worker does not answer within --wait.
     """
+    id = await find_id(app, queue, id)
     (job,) = await app.storage.get(app.queue(queue).name, [clean_id(id)])
     if job is None:
         end(NO, f"there is no job {id!r} in {queue}: it was never enqueued, or its record has expired")

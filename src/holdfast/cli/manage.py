@@ -1,4 +1,4 @@
-"""Managing jobs, queues and workers: cancel, retry, pause, resume, evict, purge, sweep, audit, repair."""
+"""Managing jobs, queues and workers: cancel, retry, pause, resume, evict, purge, delete, sweep, audit, repair."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import click
 from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
 from holdfast._core.jobs import State
+from holdfast._core.options import DEFAULT_WAIT_S
 from holdfast._core.replies import CancelResult, Placed, Problem
-from holdfast.cli.common import Number, with_app, with_present_app
+from holdfast.cli.common import Number, find_id, with_app, with_present_app
 from holdfast.cli.inspect import STATES
-from holdfast.cli.output import NO, as_json, end, format_count, say, say_json
+from holdfast.cli.options import option_from_table
+from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, format_count, say, say_json
 from holdfast.errors import JobNotFound
 
 
 @click.command()
 @click.argument("queue")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.argument("ids", nargs=-1, metavar="ID...")
+@click.option("--all", "everything", is_flag=True, hidden=True)
 @with_present_app
-async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...]) -> None:
+async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
     """Cancel jobs: a waiting job at once, a running job through its worker.
 
     Prints cancelled, asked, finished or missing for each. Exit status 1 if no job was cancelled or asked to stop.
     """
-    replies = [await app.queue(queue).cancel(id) for id in ids]
+    if everything:
+        raise click.UsageError(f"to cancel all waiting jobs, delete them: holdfast purge {queue} --state waiting")
+    if not ids:
+        raise click.UsageError("name the jobs: holdfast cancel QUEUE ID...")
+    replies = [await app.queue(queue).cancel(await find_id(app, queue, id)) for id in ids]
     for id, reply in zip(ids, replies, strict=True):
         say(f"{reply} {id}")
     if not any(reply in (CancelResult.CANCELLED, CancelResult.ASKED) for reply in replies):
@@ -53,14 +60,16 @@ async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everyt
     missing = 0
     for id in chosen:
         try:
-            handle = await where.retry(id)
+            handle = await where.retry(id if everything else await find_id(app, queue, id))
             if not everything:
-                say(f"{'enqueued again:' if handle.placed is Placed.NEW else handle.placed} {id}")
+                say(f"{'enqueued again:' if handle.placed is Placed.NEW else handle.placed} {handle.id}")
         except JobNotFound as error:
             missing += 1
             click.secho(f"holdfast: {error}", fg="red", err=True)
     if everything:
         say(f"{format_count(len(chosen) - missing, 'job')} enqueued again")
+    if missing < len(chosen):
+        say("each runs as often as a new job: its retries are counted from 0")
     if missing and missing == len(chosen):
         end(NO)
 
@@ -201,6 +210,25 @@ async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes
     if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):
         end(NO, "nothing was deleted")
     say(f"{format_count(await chosen.purge(wanted), 'job')} deleted")
+
+
+@click.command()
+@click.argument("queue")
+@option_from_table("wait", default=DEFAULT_WAIT_S, help="Time for running jobs to stop.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@with_present_app
+async def delete(app: Holdfast[None], queue: str, *, wait: float, yes: bool) -> None:
+    """Delete a queue with all its jobs and counters. Running jobs are asked to cancel.
+
+    Exit status 4 if the queue still has jobs after --wait: it stays paused then, so run the command again.
+    """
+    if all(stats.queue != queue for stats in (await app.stats()).queues):
+        end(NO, f"there is no queue {queue}: see `holdfast status --all`")
+    if not yes and not click.confirm(f"Delete {queue} and all its jobs?"):
+        end(NO, "nothing was deleted")
+    if not await app.queue(queue).delete(wait=wait):
+        end(TIME_IS_UP, f"{queue} still has jobs and is paused: run the command again, or `holdfast resume {queue}`")
+    say(f"deleted {queue}")
 
 
 async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:

@@ -19,6 +19,9 @@ NO, MISTAKE, UNREACHABLE, TIME_IS_UP = 1, 2, 3, 4
 """Exit status: not found, lost, failed or problems found; invalid command or input; storage unavailable; nothing
 happened within the wait."""
 
+MOST_LEVELS = 200
+"""Levels of a nested value that are printed. Other languages may store more than the interpreter can print."""
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 
 
@@ -52,8 +55,11 @@ def _is_number(cell: str) -> bool:
     return cell in ("", "-") or cell[0].isdigit() or (cell[0] in "+-" and cell[1:2].isdigit())
 
 
-def plain(value: object) -> object:
-    """Convert a value for JSON. Bytes that are valid UTF-8 become text, other bytes an object with base64."""
+def plain(value: object, depth: int = 0) -> object:
+    """Convert a value for JSON. Bytes that are valid UTF-8 become text, other bytes an object with base64. A value
+    inside of more than `MOST_LEVELS` others becomes an ellipsis."""
+    if depth > MOST_LEVELS:
+        return "…"
     if isinstance(value, str):
         return value if value.isascii() else plain(value.encode("utf-8", "surrogateescape"))
     if isinstance(value, bytes):
@@ -63,12 +69,12 @@ def plain(value: object) -> object:
             return {"base64": base64.b64encode(value).decode()}
     if isinstance(value, dict):
         pairs = cast("dict[object, object]", value)
-        return {str(key): plain(item) for key, item in pairs.items()}
+        return {str(key): plain(item, depth + 1) for key, item in pairs.items()}
     if isinstance(value, list | tuple | set | frozenset):
         items = cast("Iterable[object]", value)
-        return [plain(item) for item in items]
+        return [plain(item, depth + 1) for item in items]
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        return {name: plain(getattr(value, name), depth + 1) for name in value.__struct_fields__}
     return value
 
 

@@ -105,7 +105,7 @@ def _of_finished(job: Job, now: int) -> list[str]:
     sentences = [f"it {ended}, after {format_count(job.attempts, 'run')}"]
     if outcome.state is State.FAILED:
         sentences[0] += f", with {_error(outcome.error)}"
-        sentences.append("`holdfast retry` runs it once more")
+        sentences.append("`holdfast retry` enqueues it again, with all its retries")
     sentences.append(f"it is remembered until {_at(outcome.forget_at, now)}")
     if outcome.started_at:
         took = format_duration(max(0, outcome.ended_at - outcome.started_at) / 1e6)

@@ -9,8 +9,10 @@ import bisect
 import copy
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self, TypeVar
+
+from msgspec.structs import replace
 
 from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event
@@ -267,6 +269,20 @@ class MemoryStorage(LocalStorage):
     async def _about(self) -> StorageInfo:
         keeps = "nothing survives the end of this process"
         return StorageInfo(f"memory://{self.name}", self._clock.now_us(), keeps, {}, [])
+
+    def next_due_us(self, queues: Iterable[str]) -> int | None:
+        """Return the wall time at which the next waiting job of these queues becomes due: for a clock that tests move.
+        A queue that has a due job now, because it is paused, does not count."""
+        times: list[int] = []
+        with self._lock:
+            for queue in queues:
+                meta, run_at = self.table.meta(queue), self.table.next_run_at(queue)
+                if meta is None or run_at is None:
+                    continue
+                time = replace(meta.time)
+                if run_at > time.tick(self._clock.now_us()):
+                    times.append(run_at - time.skew)
+        return min(times, default=None)
 
     def clone(self) -> Self:
         """Return a storage that shares everything with this one, except whether it is open."""
