@@ -22,7 +22,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,11 @@ def cpu_ns(pid: int) -> int:
 
 def children() -> list[int]:
     """Process ids of the direct child processes."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return sorted(int(pid) for pids in lists for pid in pids.read_text().split())
+    found: list[int] = []
+    for pids in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # The thread has ended.
+            found += map(int, pids.read_text().split())
+    return sorted(found)
 
 
 async def enqueue(jobs: int, clock: Clock, _: Any) -> None:
