@@ -126,7 +126,7 @@ class Screen:
 
 @asynccontextmanager
 async def _worker(name: str, folder: Path) -> AsyncGenerator[subprocess.Popen[bytes]]:
-    """Run `holdfast worker` as a user would. At the end it is stopped; unless killed, it must exit with status 0."""
+    """Run `holdfast worker` as a user would. At the end it is stopped; if it fails, its log is shown."""
     command = [sys.executable, "-m", "holdfast", "worker", "holdfast.cli.demo_tasks:app"]
     options = ["--processes", "2", "--name", name, "--lease", str(LEASE_S), "--log-level", "warning"]
     with (folder / f"{name}.log").open("wb") as log:
@@ -139,7 +139,8 @@ async def _worker(name: str, folder: Path) -> AsyncGenerator[subprocess.Popen[by
             if worker.poll() is None:
                 worker.terminate()
             status = await asyncio.to_thread(worker.wait, 30)
-            if status not in (0, -signal.SIGKILL):
+            # After Ctrl-C the worker gets two signals. The second one kills it if it is about to exit.
+            if status not in (0, -signal.SIGKILL, -signal.SIGTERM):
                 click.echo((folder / f"{name}.log").read_text(errors="replace"), err=True)
 
 
