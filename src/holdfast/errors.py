@@ -118,7 +118,8 @@ class WorkerStopped(HoldfastError):
 
 
 class StorageFull(HoldfastError):
-    """The storage has no space for new jobs. Every operation except enqueue still works."""
+    """The storage has no space for new jobs. On Redis and Valkey the other operations still work. On SQLite only reads
+    do; workers continue when there is space."""
 
 
 class LayoutTooNew(HoldfastError):

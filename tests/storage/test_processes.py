@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
@@ -20,12 +21,13 @@ from pathlib import Path
 import pytest
 
 from holdfast._client import waiters
-from holdfast._core.events import Event, Topic
+from holdfast._core.events import Event, EventKind, Topic
 from holdfast._core.jobs import Complete, Request, State, Work
 from holdfast._core.replies import Placed, SettleResult
 from holdfast.errors import LayoutTooNew, StorageUnavailable
 from holdfast.storage import Storage, audit, connect
-from holdfast.storage.local.sqlite import connection, notify
+from holdfast.storage.local.sqlite import LAYOUT, connection, notify
+from tests.app.conftest import until
 from tests.storage.process_helper import HOUR_MS, LEASE_MS
 from tests.storage.stage import fence
 
@@ -320,6 +322,80 @@ async def test_unregistered_socket_is_removed_by_the_next_subscriber(path: Path,
         assert str(orphan) not in sockets(path)
 
 
+@pytest.mark.parametrize("name", ["precious.txt", "jobs.db-notify-0badcafe", "elsewhere/jobs.db-notify-0badcafe"])
+async def test_no_file_but_an_abandoned_socket_is_deleted(path: Path, storage: Storage, name: str) -> None:
+    """Who can write to the database can register any address."""
+    precious = path.parent / name
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("precious")
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'ready')", (str(precious),))
+    await enqueue(storage, "a")
+    await enqueue(storage, "b")
+    async with connect(f"sqlite:///{path}") as other, other.subscribe(Topic("q")):
+        assert precious.read_text() == "precious"
+
+
+async def test_a_socket_that_is_not_of_a_listener_gets_no_hints(path: Path, storage: Storage) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.bind(str(path.with_name("stranger")))
+        stranger.setblocking(False)
+        with closing(sqlite3.connect(path, isolation_level=None)) as db:
+            db.execute("INSERT INTO holdfast_listeners VALUES (?, 'hf/q', 'ready')", (stranger.getsockname(),))
+        await enqueue(storage, "a")
+        with pytest.raises(BlockingIOError):
+            stranger.recv(1)
+
+
+async def test_a_storage_closes_without_a_trace_if_its_socket_file_is_gone(path: Path) -> None:
+    async with connect(f"sqlite:///{path}") as storage, storage.subscribe(Topic("q")):
+        for address in sockets(path):
+            Path(address).unlink()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")] == []
+    assert listeners(path) == []
+
+
+async def test_hints_too_large_for_one_datagram_are_sent_in_several(path: Path) -> None:
+    """As on macOS, where a datagram has at most 2 KiB."""
+    heard: list[str] = []
+    receiver = notify.NotifyReceiver(path, lambda namespace, events: heard.extend(event.id for event in events))
+    sender = notify.NotifySender(path)
+    events = [Event(EventKind.ENQUEUED, "q", f"{number:0200d}", 1) for number in range(50)]
+    assert sender.send(receiver.address, "hf", events[:1])
+    assert sender._socket is not None
+    sender._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # The least that the system allows.
+    sender._socket.setblocking(True)
+    assert sender.send(receiver.address, "hf", events[1:])
+    await until(lambda: len(heard) == 50)
+    assert heard == [event.id for event in events]
+    sender.close()
+    receiver.close()
+
+
+FULL_DISK = """
+import asyncio, os, resource, signal, sys, threading
+from pathlib import Path
+from holdfast._core.events import Topic
+from holdfast.storage import connect
+
+async def main(path):
+    async with connect(f"sqlite:///{path}") as storage, storage.subscribe(Topic("q")):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        size = os.stat(path + "-wal").st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # As if the disk were full.
+    print(*(thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")))
+    print(*(left.name for left in Path(path).parent.glob("*-notify-*")))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_a_storage_closes_on_a_full_disk(path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(path)]
+    ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, [], "")
+
+
 async def next_event(events: AsyncIterator[Event], seconds: float) -> Event | None:
     try:
         async with asyncio.timeout(seconds):
@@ -486,8 +562,8 @@ async def test_a_storage_that_is_open_cannot_be_opened_again(tmp_path: Path) -> 
 async def test_file_of_a_newer_layout_is_refused_unchanged(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)) as db:
         db.execute("CREATE TABLE holdfast_meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)")
-        db.execute("INSERT INTO holdfast_meta VALUES ('layout', 3)")
+        db.execute("INSERT INTO holdfast_meta VALUES ('layout', ?)", (LAYOUT + 1,))
     before = (tmp_path / "jobs.db").read_bytes()
-    with pytest.raises(LayoutTooNew, match="layout 3"):
+    with pytest.raises(LayoutTooNew, match=f"layout {LAYOUT + 1}"):
         await connect(f"sqlite:///{tmp_path}/jobs.db").__aenter__()
     assert (tmp_path / "jobs.db").read_bytes() == before

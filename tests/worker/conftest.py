@@ -127,6 +127,17 @@ class Scene:
         await worker.ready(children)
         return worker
 
+    async def spawn(self, *command: str, cwd: Path = ROOT) -> asyncio.subprocess.Process:
+        """Start Python with a program of the test."""
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, *command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **self.environment},
+            cwd=cwd,
+        )
+
     async def ask(self, queue: str, payload: object = None, *, wait: float = 20, **options: Any) -> Any:
         """Enqueue a job for a task, and wait for its result. `payload` has its arguments by name."""
         handle = await self.app.queue(queue).enqueue({} if payload is None else payload, **options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,7 @@ AS_MODULE = ("-m", "tests.worker.embedded")
 
 async def run(scene: Scene, *command: str, cwd: Path = ROOT, seconds: float = 40) -> tuple[int | None, str, str]:
     """Run Python: its exit status (None if it does not end), what it printed, and what it complained about."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **scene.environment},
-        cwd=cwd,
-    )
+    process = await scene.spawn(*command, cwd=cwd)
     try:
         async with asyncio.timeout(seconds):
             out, err = await process.communicate()

@@ -7,6 +7,7 @@ their own loop and connection (sync.py).
 from __future__ import annotations
 
 import asyncio
+import os
 from weakref import WeakKeyDictionary
 
 from holdfast._client.settings import find_settings, warn_of_default
@@ -62,6 +63,8 @@ class Session:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
         """Number of active `async with app` blocks."""
+        self._pid = 0
+        """Id of the process that has opened the app last."""
         self._open: dict[asyncio.AbstractEventLoop, Storage] = {}
         """The storage on the loop of `async with app`, and clones of it for blocking calls on other loops."""
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -98,22 +101,26 @@ class Session:
             return
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop:
-            if not self._loop.is_closed():
-                raise NotOpen("the app is open on another event loop: close it there, or make a second app")
-            del self._open[self._loop]
+            forked = self._pid != os.getpid()
+            if not forked:  # The loop of the parent stays in `_open`: its deletion would disturb the parent.
+                if not self._loop.is_closed():
+                    raise NotOpen("the app is open on another event loop: close it there, or make a second app")
+                del self._open[self._loop]
             self._storage, self._loop, self._users = self._storage.clone(), None, 0
         async with self._lock(loop):
             if self._loop is None:
                 await self._storage.__aenter__()
                 self._warn_once()
                 self._open[loop] = self._storage
-                self._loop = loop
+                self._loop, self._pid = loop, os.getpid()
             self._users += 1
 
     async def __aexit__(self, *exc: object) -> None:
         if self._users_in_rehearsal:  # The rehearsal may have ended meanwhile.
             self._users_in_rehearsal -= 1
             return
+        if self._pid != os.getpid():
+            return  # In a fork. The parent closes the app.
         self._users -= 1
         async with self._lock(asyncio.get_running_loop()):
             if self._users == 0 and self._loop is not None:

@@ -80,7 +80,8 @@ def parse_target(target: str) -> tuple[str, str]:
 
 def locate_app(app: object) -> str:
     """The target with which another process imports this app. The app must be at the top level of a module."""
-    for module_name, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
+    main = sys.modules.get("__main__")
+    for module_name, module in sorted(sys.modules.items(), key=lambda item: item[1] is main):
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is app and name.isidentifier():
                 return f"{_importable(module_name, module)}:{name}"
@@ -110,7 +111,7 @@ def _import(module: str, target: str) -> ModuleType:
 
 def _importable(name: str, module: ModuleType) -> str:
     """The name with which another process imports a module, also if that is the program itself."""
-    if name != "__main__":
+    if module is not sys.modules.get("__main__"):  # With multiprocessing it is also `__mp_main__`.
         return name
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
     if spec is not None:

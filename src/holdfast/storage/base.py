@@ -60,6 +60,8 @@ class Storage(ABC):
         self._opening = asyncio.Lock()
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._pid not in (None, os.getpid()):
+            return  # In a fork. The parent closes it.
         opening, self._opening = self._opening, None
         if opening is None:
             await self._close()
@@ -83,7 +85,8 @@ class Storage(ABC):
     # Changing
 
     async def enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
-        """Request jobs to run. A full storage refuses this verb and no other."""
+        """Request jobs to run. A full server refuses this verb and no other. A full disk refuses
+        SQLite every verb that writes."""
         validation.check_requests(queue, jobs, self._max_payload)
         if not jobs:
             return []

@@ -2,6 +2,7 @@
 
 Each child leads its own process group, so that processes started by a handler die with it. On Linux the kernel kills
 the group when the parent is gone, whatever the child does; elsewhere the child notices that its connection has ended.
+For that, no other process may have the files of the parent's side: a fork of the parent closes its copies.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from weakref import WeakSet
 
 from holdfast._worker.executor import wait_at_most
 from holdfast.errors import OptionError
@@ -29,6 +31,7 @@ GROUP_POLLS, GROUP_POLL_S = 100, 0.01
 MAX_DUMP_BYTES = 262_144
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", 1) - 1
 """Has a child dump its stacks: a signal that programs hardly use. Without memory for dumps it is not used."""
+PR_SET_PDEATHSIG = 1
 
 _in_child = False
 
@@ -104,6 +107,7 @@ class Process:
                 self._process.wait()
                 raise
             self._ours = ours.pop_all()
+        _processes.add(self)
 
     def watch(self, exited: Callable[[], None]) -> None:
         """Call `exited` on this event loop when the process has ended."""
@@ -164,6 +168,26 @@ class Process:
             os.close(self._pidfd)
             self._pidfd = None
         self._ours.close()
+        _processes.discard(self)
+
+    def close_in_fork(self) -> None:
+        """Close the files of this object in a fork of the parent. The event loop is the parent's."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._ours.close()
+
+
+_processes: WeakSet[Process] = WeakSet()
+"""The children of this process."""
+
+
+def _close_in_fork() -> None:
+    for process in list(_processes):
+        process.close_in_fork()
+    _processes.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _group_lives(number: int) -> bool:
@@ -303,9 +327,15 @@ def dump_stacks_to(dump: int) -> None:
 
 
 def is_child_of(parent: int) -> None:
-    """Remember that this process is a child, and exit if its parent is gone already."""
+    """Remember that this process is a child, and end with the parent, even if something else keeps the parent's files
+    open, as a fork by a C library does. Exit if the parent is gone already."""
     global _in_child
     _in_child = True
+    if sys.platform == "linux":
+        with suppress(ImportError, OSError, AttributeError):  # Some builds of Python have no ctypes.
+            import ctypes
+
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

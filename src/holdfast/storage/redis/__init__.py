@@ -74,8 +74,7 @@ class RedisStorage(Storage):
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
         self._open_log_level = logging.INFO
-        self._client = secrets.token_urlsafe(CLIENT_BYTES)
-        self._calls = Calls(servers, self._client, clock, timeout_s)
+        self._new_client()
         self._wake_listener = WakeTokenListener(servers, self._on_wake)
         self._listeners: dict[object, PubSubListener] = {}
         self._keys: dict[str, str] = {}
@@ -84,6 +83,12 @@ class RedisStorage(Storage):
 
     def __repr__(self) -> str:
         return f"<RedisStorage {self._servers.name}>"
+
+    def _new_client(self) -> None:
+        """Take a new name, and count calls from 1. The server does not apply a call whose name and number it knows, so
+        two forks that open copies of this object must not have the same name."""
+        self._client = secrets.token_urlsafe(CLIENT_BYTES)
+        self._calls = Calls(self._servers, self._client, self._clock, self._timeout_s)
 
     async def _about(self) -> replies.StorageInfo:
         return await server_info.describe(self._calls, self._name, self._servers.name)
@@ -104,6 +109,7 @@ class RedisStorage(Storage):
         if self._pid is not None:
             raise StorageUnavailable(f"{self!r} is open already: connect again to get a second storage")
         self._servers.start()
+        self._new_client()
         try:
             about = await server_info.check(self._calls, self._name, self._servers.name, self._allow_eviction)
             log.log(self._open_log_level, "jobs are in %s, %s", self._servers.name, about)

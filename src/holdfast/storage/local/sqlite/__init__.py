@@ -20,10 +20,10 @@ from holdfast._core.clock import Clock, SystemClock
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import Request
 from holdfast._core.replies import Enqueued, StorageInfo
-from holdfast.errors import LayoutTooNew, OptionError, StorageUnavailable
+from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
-from holdfast.storage.local.sqlite import connection, notify
+from holdfast.storage.local.sqlite import connection, notify, open_files
 from holdfast.storage.local.sqlite.connection import ConnectionThread
 from holdfast.storage.local.sqlite.table import SqliteTable
 
@@ -63,7 +63,7 @@ class SqliteStorage(LocalStorage):
             raise OptionError(f"synchronous must be one of {', '.join(SYNCHRONOUS)}, not {synchronous!r:.40}")
         self._open_log_level = logging.INFO
         self._receiver: notify.NotifyReceiver | None = None
-        self._sender = notify.NotifySender()
+        self._sender = notify.NotifySender(self.path)
         self._topics: set[tuple[str, str]] = set()
         """The registered topics, as namespace/queue and kind: other processes send their events here."""
 
@@ -125,6 +125,8 @@ class SqliteStorage(LocalStorage):
             if receiver is not None:
                 address = receiver.address
                 await self._writer.call(lambda _: self._writer.table.remove_listener(address), writes=True)
+        except HoldfastError as error:  # The disk is full. The next process that sends a hint there removes it.
+            log.info("could not remove a listener from %s: %s", self.path, error)
         finally:
             if receiver is not None:
                 receiver.close()
@@ -140,6 +142,7 @@ class SqliteStorage(LocalStorage):
         return await self._writer.call(verb, writes=writes, items=items)
 
     def _enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[Enqueued | None]:
+        open_files.refuse_unlocked(self.path)
         with connection.in_caller_transaction(transaction, self.path) as db:
             _refuse_other_layout(db, self.path)
             _make_layout(db)
@@ -189,6 +192,7 @@ class SqliteStorage(LocalStorage):
         return db, table, Engine(table, self._clock)
 
     def _open_file(self) -> sqlite3.Connection:
+        open_files.refuse_unlocked(self.path)
         db = sqlite3.connect(
             self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
         )

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from holdfast.errors import OptionError, StorageFull, StorageUnavailable
 from holdfast.storage.local.engine import Engine
+from holdfast.storage.local.sqlite import open_files
 from holdfast.storage.local.sqlite.table import SqliteTable
 
 MAX_GROUP = 100
@@ -34,6 +35,10 @@ PAGES_A_COMMIT, EVENTS_A_PAGE, PAGE_BYTES = 4, 8, 4096
 """How the growth of the log is estimated: pages a commit, events that share a page, bytes of payload a page."""
 BUSY_S = 10.0
 """How long a call waits for other processes to finish their transactions."""
+FILE_CHECK_S = 1.0
+"""How often a connection checks that the file is still the one that it has opened."""
+SUSPEND_S = BUSY_S + 5.0
+"""How long a fork waits for the end of a transaction."""
 
 T = TypeVar("T")
 log = logging.getLogger("holdfast.sqlite")
@@ -55,7 +60,9 @@ class _Call(Generic[T]):
 
 class ConnectionThread:
     """Runs verbs on its connection, one transaction at a time. `connect` opens the table on this thread; `on_commit` is
-    called after each write. With `waits_for_disk`, every call goes to the thread."""
+    called after each write. With `waits_for_disk`, every call goes to the thread.
+
+    The connection may be closed between two calls, for a fork or because the file is lost (open_files.py)."""
 
     def __init__(
         self,
@@ -65,7 +72,11 @@ class ConnectionThread:
         *,
         waits_for_disk: bool = True,
     ) -> None:
-        self._path = path
+        self.path = path
+        self.files: open_files.Identities = (None, None)
+        """The file and the log that are open."""
+        self._is_open = False
+        self._check_at = 0.0
         self._connect = connect
         self._on_commit = on_commit
         self._waits_for_disk = waits_for_disk
@@ -80,6 +91,7 @@ class ConnectionThread:
         self._closing = False
         self._close_after: ConnectionThread | None = None
         self._thread = threading.Thread(target=self._work, name="holdfast-sqlite", daemon=True)
+        open_files.add(self)
         self._thread.start()
 
     async def open(self) -> None:
@@ -119,11 +131,13 @@ class ConnectionThread:
         if not self._connection_lock.acquire(blocking=False):
             return False
         try:
+            if not self._is_open or self._is_lost_now():
+                return False
             self._transaction([call], patient=False)
         except Exception as error:
             if is_busy(error):
                 return False
-            call.error = translate_sqlite_error(error, self._path)
+            call.error = translate_sqlite_error(error, self.path)
         finally:
             self._connection_lock.release()
         return True
@@ -134,7 +148,8 @@ class ConnectionThread:
 
     def _work(self) -> None:
         try:
-            self._db, self.table, self._engine = self._connect()
+            with self._connection_lock:
+                self._reopen()
         except Exception as error:
             self._error = error
             return
@@ -144,23 +159,66 @@ class ConnectionThread:
             queued = self._next_group()
             group = [call for call in queued if not call.future.cancelled()]
             if group:
-                with self._connection_lock:
-                    self._run(group)
+                self._run_group(group)
                 _deliver(group)
             self._done(len(queued))
             if self._since_checkpoint >= CHECKPOINT_EVERY:
                 self._checkpoint()
         if self._close_after is not None:
             self._close_after._thread.join()
-        self._db.close()
+        with self._connection_lock:
+            self._close()
+
+    def _run_group(self, group: list[_Call[Any]]) -> None:
+        with self._connection_lock:
+            if not self._is_lost_now():
+                self._run(group)
+                return
+        open_files.close_lost(self)
+        with self._connection_lock:
+            self._run(group)
+
+    def _reopen(self) -> None:
+        self._db, self.table, self._engine = self._connect()
+        self.files = open_files.identities(self.path)
+        self._check_at = time.monotonic() + FILE_CHECK_S
+        self._is_open = True
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._db.close()
+
+    def _is_lost_now(self) -> bool:
+        """Check the file once a second."""
+        now = time.monotonic()
+        if now < self._check_at:
+            return False
+        if self.is_lost():
+            return True
+        self._check_at = now + FILE_CHECK_S
+        return False
+
+    def is_lost(self) -> bool:
+        return self._is_open and self.files != open_files.identities(self.path)
+
+    def suspend(self) -> bool:
+        if not self._connection_lock.acquire(timeout=SUSPEND_S):
+            return False
+        self._close()
+        return True
+
+    def resume(self) -> None:
+        self._connection_lock.release()
 
     def _checkpoint(self) -> None:
         """Move what was written from the log into the file. This waits for the disk, so no call should wait for it."""
         with self._connection_lock:
             try:
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                if self._is_open:  # Closing it has moved the log.
+                    self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except sqlite3.Error as error:
-                log.warning("checkpoint of %s failed (%s): trying again later", self._path, error)
+                log.warning("checkpoint of %s failed (%s): trying again later", self.path, error)
         self._since_checkpoint = 0  # Only now: until here, every call is queued instead of waiting for the lock.
 
     def _next_group(self) -> list[_Call[Any]]:
@@ -184,9 +242,11 @@ class ConnectionThread:
                     self._run([call])
                 return
             for call in group:
-                call.error = translate_sqlite_error(error, self._path)
+                call.error = translate_sqlite_error(error, self.path)
 
     def _transaction(self, group: list[_Call[Any]], *, patient: bool) -> None:
+        if not self._is_open:
+            self._reopen()
         writes = any(call.writes for call in group)
         statement = "BEGIN IMMEDIATE" if writes else "BEGIN"
         wait_while_busy(
@@ -209,7 +269,7 @@ class ConnectionThread:
                 if self._on_commit is not None:
                     self._on_commit(self.table)
             except Exception:  # The commit stands.
-                log.exception("publishing the events of a commit to %s failed", self._path)
+                log.exception("publishing the events of a commit to %s failed", self.path)
 
     def _roll_back(self) -> None:
         self.table.forget_cache()
