@@ -21,7 +21,7 @@ BUDGETS = {
     "_core": 2_840,
     "_client": 2_160,
     "_worker": 3_960,
-    "storage": 8_510,
+    "storage": 8_630,
     "storage/conformance": 3_110,
     "cli": 2_160,
     "": 350,
@@ -29,7 +29,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 17_660
+WITHOUT_CLI = 17_830
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

@@ -67,7 +67,7 @@ async def test_doctor_reports_a_file_and_the_durability_of_its_setting(tmp_path:
     assert said.lines[0] == f"SQLite file {tmp_path}/jobs.db"
     assert said.lines[1] == f"  keeps      {rows['']}"
     assert [line.split()[0] for line in said.lines[2:-1]] == [
-        *("release", "layout", "journal", "commits", "size"),
+        *("release", "layout", "journal", "commits", "size", "free"),
         *("latency", "clock", "has"),
     ]
     assert said.lines[-1] == "no problems found"

@@ -348,3 +348,58 @@ async def test_cancel_all_names_the_command_that_does_it(tmp_path: Path) -> None
     async with Holdfast(url):
         told = await run("cancel", "q", "--all", cwd=tmp_path, HOLDFAST_URL=url)
     assert (told.status, "holdfast purge q --state waiting" in told.err) == (2, True)
+
+
+# Backup
+
+
+async def test_backup_under_load_is_complete_and_its_jobs_run(tmp_path: Path) -> None:
+    """Jobs are enqueued one after the other: a copy of one moment has the first ones, without a gap."""
+    target = tmp_path / "copies" / "jobs.db"
+    target.parent.mkdir()
+    acknowledged = 0
+    async with edge_on("sqlite", tmp_path) as edge:
+
+        async def produce() -> None:
+            nonlocal acknowledged
+            while True:
+                await edge.app.queue("q").enqueue(acknowledged, id=f"{acknowledged}")
+                acknowledged += 1
+
+        async with asyncio.TaskGroup() as group:
+            producer = group.create_task(produce())
+            await until(lambda: acknowledged > 100)
+            before = acknowledged
+            said = await edge.run("backup", str(target))
+            after = acknowledged
+            producer.cancel()
+    assert said == (0, f"wrote {target}\n", "")
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert list(target.parent.iterdir()) == [target]
+
+    async with Holdfast(f"sqlite:///{target}", namespace=edge.place.namespace) as copy:
+        ran: list[int] = []
+        while (lease := await copy.queue("q").lease(wait=0)) is not None:
+            ran.append(lease.payload)
+            assert await lease.complete()
+        assert ran == list(range(len(ran)))
+        assert before <= len(ran) <= after
+        assert (await copy.queue("q").repair(dry_run=True)).problems == []
+
+
+async def test_backup_refuses_to_overwrite_and_a_storage_on_a_server(tmp_path: Path) -> None:
+    there = tmp_path / "there.db"
+    there.write_text("precious")
+    async with edge_on("sqlite", tmp_path) as edge:
+        await edge.app.queue("q").enqueue(1)
+        said = await edge.run("backup", str(there))
+        lost = await edge.run("backup", str(tmp_path / "no-folder" / "jobs.db"))
+    assert (said.status, said.out, said.err) == (2, "", f"holdfast: {there} exists: name a new file\n")
+    assert there.read_text() == "precious"
+    assert lost.status == 2
+    assert "name a new file in a folder that you may write to" in lost.err
+    async with edge_on("valkey", tmp_path) as edge:
+        said = await edge.run("backup", str(tmp_path / "valkey.db"))
+    assert (said.status, said.out) == (2, "")
+    assert "use the backup of the server" in said.err
+    assert not (tmp_path / "valkey.db").exists()

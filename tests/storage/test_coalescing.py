@@ -428,6 +428,18 @@ async def test_large_call_does_not_block_the_loop(storage: SqliteStorage, monkey
     assert seen == ["holdfast-sqlite"] * 2
 
 
+async def test_call_with_large_payload_or_result_does_not_block_the_loop(
+    storage: SqliteStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = b"x" * 500_000
+    await enqueue(storage, "a")
+    (job,) = (await storage.claim("q", 1, worker="w1", lease_ms=1000)).jobs
+    seen = threads_of(storage._writer, monkeypatch)
+    await storage.enqueue("q", [Request("b", Work(large))])
+    await storage.settle("q", [Complete(job.id, fence(job), large, result_ttl_ms=1000)], worker="w1")
+    assert seen == ["holdfast-sqlite"] * 2
+
+
 @pytest.mark.parametrize("synchronous", ["full", "extra"])
 async def test_call_that_waits_for_the_disk_runs_on_the_writer_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: str

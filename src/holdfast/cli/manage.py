@@ -1,9 +1,10 @@
-"""Managing jobs, queues and workers: cancel, retry, pause, resume, evict, purge, delete, sweep, audit, repair."""
+"""Managing jobs and queues: cancel, retry, pause, resume, evict, purge, delete, sweep, audit, repair, backup."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -229,6 +230,19 @@ async def delete(app: Holdfast[None], queue: str, *, wait: float, yes: bool) -> 
     if not await app.queue(queue).delete(wait=wait):
         end(TIME_IS_UP, f"{queue} still has jobs and is paused: run the command again, or `holdfast resume {queue}`")
     say(f"deleted {queue}")
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@with_present_app
+async def backup(app: Holdfast[None], *, file: Path) -> None:
+    """Copy a SQLite storage to a new file, as it is at one moment. Producers and workers may go on meanwhile.
+
+    Only this user may read the copy. To restore it, stop all processes, and use it in place of the old file and its
+    -wal and -shm. For Redis and Valkey use the backup of the server.
+    """
+    await app.storage.back_up(file)
+    say(f"wrote {file}")
 
 
 async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:

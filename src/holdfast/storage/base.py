@@ -11,12 +11,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Self
 
 from holdfast._core import replies
 from holdfast._core.events import Topic
 from holdfast._core.jobs import MAX_MS, Job, LeaseRef, Request, Settlement, State
-from holdfast.errors import StorageUnavailable
+from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.subscriptions import EventBus, Subscription
 
@@ -264,6 +265,11 @@ class Storage(ABC):
         await self._ensure_open()
         return await self._about()
 
+    async def back_up(self, target: Path) -> None:
+        """Copy all data, as it is at one moment, to a new file that only this user may read. SQLite only."""
+        await self._ensure_open()
+        await self._back_up(target)
+
     @asynccontextmanager
     async def subscribe(self, *topics: Topic) -> AsyncGenerator[Subscription]:
         """Receive hints of events. A hint may be lost: poll the record once a second as well."""
@@ -290,6 +296,9 @@ class Storage(ABC):
         """Ask other processes, or the server, for hints of these topics. Return a function that ends this; without one,
         it ends when the storage is closed."""
         return None
+
+    async def _back_up(self, target: Path) -> None:
+        raise OptionError(f"{self!r} has no file to copy: use the backup of the server (docs/redis.md)")
 
     @abstractmethod
     def clone(self) -> Storage:

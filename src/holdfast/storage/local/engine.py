@@ -17,7 +17,7 @@ from holdfast._core import lifecycle, replies
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
-from holdfast._core.jobs import FINISHED, PRIORITIES, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.jobs import FINISHED, PRIORITIES, Complete, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.facts import workers_by_queue
 from holdfast.storage.local import table as tables
@@ -355,22 +355,29 @@ def _fits(job: Job, time: QueueTime) -> bool:
     return job.outcome is None and (job.wall_at == 0 or lifecycle.follow_clock(job, time) is job)
 
 
+BYTES_AN_ITEM = 4096
+"""As many bytes of payload or result take as long to write as a record."""
+
+
 class LocalStorage(Storage):
     """A storage whose verbs are methods of `Engine`. Memory and SQLite differ in how `_step` makes one atomic."""
 
     @abstractmethod
     async def _step(self, verb: Callable[[Engine], T], *, writes: bool = True, items: int | None = 1) -> T:
-        """Run a verb as one atomic step. `items` is the number of records it may touch; None is any number, and the
-        verb only reads."""
+        """Run a verb as one atomic step. `items` is the number of records it may touch, where large payloads count for
+        several; None is any number, and the verb only reads."""
 
     async def _enqueue(self, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued]:
-        return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs))
+        size = sum(len(job.work.payload or b"") for job in jobs)
+        return await self._step(lambda engine: engine.enqueue(queue, jobs), items=len(jobs) + size // BYTES_AN_ITEM)
 
     async def _claim(self, queue: str, limit: int, worker: str, lease_ms: int) -> replies.Claim:
         return await self._step(lambda engine: engine.claim(queue, limit, worker, lease_ms), items=limit)
 
     async def _settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
-        return await self._step(lambda engine: engine.settle(queue, batch, worker), items=len(batch))
+        size = sum(len(item.result or b"") for item in batch if isinstance(item, Complete))
+        items = len(batch) + size // BYTES_AN_ITEM
+        return await self._step(lambda engine: engine.settle(queue, batch, worker), items=items)
 
     async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> replies.Extended:
         return await self._step(lambda engine: engine.extend(queue, leases, worker, lease_ms), items=len(leases))

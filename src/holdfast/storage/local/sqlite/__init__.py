@@ -11,7 +11,6 @@ import os
 import re
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +22,7 @@ from holdfast._core.replies import Enqueued, StorageInfo
 from holdfast.errors import HoldfastError, LayoutTooNew, OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
-from holdfast.storage.local.sqlite import connection, notify, open_files
+from holdfast.storage.local.sqlite import connection, files, notify, open_files
 from holdfast.storage.local.sqlite.connection import ConnectionThread
 from holdfast.storage.local.sqlite.table import SqliteTable
 
@@ -72,17 +71,22 @@ class SqliteStorage(LocalStorage):
 
     async def _about(self) -> StorageInfo:
         keeps = KEEPS[self._synchronous]
-        size = sum(part.stat().st_size for part in self.path.parent.glob(f"{self.path.name}*"))
         facts = {
             "release": sqlite3.sqlite_version,
             "layout": str(LAYOUT),
             "journal": "WAL",
             "commits": f"synchronous={self._synchronous.lower()}",
-            "size": f"{size / 1e6:.1f} MB",
+            "size": f"{files.size(self.path) / 1e6:.1f} MB",
+            "free": f"{files.free_bytes(self.path) / 1e6:.1f} MB",
         }
-        problem = await asyncio.to_thread(_quick_check, self.path)
-        warnings = [] if problem is None else [f"the file is damaged: {problem}. Restore it from a backup"]
+        warnings = await asyncio.to_thread(files.warnings, self.path)
         return StorageInfo(f"SQLite file {self.path}", self._clock.now_us(), keeps, facts, warnings)
+
+    async def _back_up(self, target: Path) -> None:
+        try:
+            await asyncio.to_thread(files.back_up, self.path, target)
+        except sqlite3.Error as error:
+            raise connection.translate_sqlite_error(error, target) from error
 
     def clone(self) -> SqliteStorage:
         clone = SqliteStorage(
@@ -192,13 +196,10 @@ class SqliteStorage(LocalStorage):
         return db, table, Engine(table, self._clock)
 
     def _open_file(self) -> sqlite3.Connection:
-        open_files.refuse_unlocked(self.path)
-        db = sqlite3.connect(
-            self.path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False
-        )
+        db = open_files.connect(self.path)
         try:
             _refuse_other_layout(db, self.path)
-            db.execute("PRAGMA journal_mode = WAL")
+            open_files.use_log(db, self.path)
             db.execute(f"PRAGMA synchronous = {self._synchronous}")
             db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             if _layout(db) is None:
@@ -212,16 +213,6 @@ class SqliteStorage(LocalStorage):
             db.close()
             raise
         return db
-
-
-def _quick_check(path: Path) -> str | None:
-    """Return the damage that SQLite finds in the file; None if the file is sound."""
-    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=connection.BUSY_S)) as db:
-        try:
-            (result,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        except sqlite3.Error as error:
-            return str(error)
-    return None if result == "ok" else str(result)
 
 
 def _refuse_other_layout(db: sqlite3.Connection, path: Path) -> None:

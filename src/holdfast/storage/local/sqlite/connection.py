@@ -338,7 +338,8 @@ def translate_sqlite_error(error: Exception, path: Path) -> Exception:
         mapped: Exception = StorageFull(f"no room left for {path} ({error}), nothing was changed: free some disk space")
     elif code == sqlite3.SQLITE_BUSY:
         mapped = StorageUnavailable(
-            f"{path} was locked by another process for {BUSY_S:.0f} s, nothing was changed: try again"
+            f"{path} was locked by another process for {BUSY_S:.0f} s, nothing was changed: try again,"
+            " and check whether a process that uses the file is frozen"
         )
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         mapped = StorageUnavailable(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import struct
 import sys
 import threading
@@ -80,13 +81,34 @@ def _identity(path: Path) -> Identity | None:
 
 
 def _descriptors() -> set[Identity]:
-    """Return all files that this process has open."""
+    """Return all files that this process has open; none where the system does not list them."""
     found: set[Identity] = set()
-    for name in os.listdir("/dev/fd"):
+    for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else ():
         with suppress(OSError):  # It was that of the list.
             status = os.fstat(int(name))
             found.add((status.st_dev, status.st_ino))
     return found
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a database in autocommit mode. A new one is for its owner alone; SQLite gives its log the same mode."""
+    refuse_unlocked(path)
+    is_new = not path.exists()
+    db = sqlite3.connect(path, timeout=1.0, isolation_level=None, cached_statements=256, check_same_thread=False)
+    if is_new:
+        with suppress(OSError):  # Another user has made it in this moment.
+            path.chmod(0o600)
+    return db
+
+
+def use_log(db: sqlite3.Connection, path: Path) -> None:
+    """Have all writers use a write-ahead log. SQLite has none on a network file system."""
+    (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise StorageUnavailable(
+            f"SQLite cannot use a write-ahead log for {path} (its journal mode is {mode!r}):"
+            " use a file on a local disk, not on a network file system, or a Redis or Valkey server"
+        )
 
 
 def refuse_unlocked(path: Path) -> None:
