@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import Holdfast
-from tests.cli.running import run
+from tests.app.conftest import until
+from tests.cli.running import run, start
 from tests.servers import Server
 
 APP = """\
@@ -209,3 +210,58 @@ async def test_queues_without_a_task_or_a_worker_are_named(tmp_path: Path) -> No
 
 def _warnings(out: str) -> list[str]:
     return [line.replace("1 ready job,", "1 ready jobs,") for line in out.splitlines() if line.startswith("!")]
+
+
+# Applications
+
+
+async def test_queue_that_two_applications_serve_is_a_warning_of_worker_and_doctor(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    workers = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "shop.py").write_text(APP)
+        options = ("--inline", "--name", name, "--lease", "1")
+        workers.append(await start("worker", "shop:app", *options, cwd=folder, HOLDFAST_URL=url))
+    try:
+        async with Holdfast(url) as app:
+            await until(lambda: _are_listed(app, 2), 20)
+        status, health = await doctor(url, tmp_path)
+        shared = (
+            f"different applications serve queue reports.day and 1 more queue: shop:app ({tmp_path}/one/shop.py)"
+            f" and shop:app ({tmp_path}/two/shop.py)"
+        )
+        assert status == 1
+        assert [warning for warning in health["warnings"] if warning.startswith(shared)]
+        await asyncio.sleep(1)  # A worker compares with its second heartbeat.
+    finally:
+        for worker in workers:
+            worker.terminate()
+    logs = [(await worker.communicate())[1].decode() for worker in workers]
+    assert [log for log in logs if f"WARNING worker {'one' if log is logs[0] else 'two'}: {shared}" in log]
+
+
+async def test_deploy_of_other_parameters_is_shown_as_information(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    workers = []
+    async with Holdfast(url) as app:
+        for count, code in enumerate((APP, APP.replace("day()", "day(number: int = 0)")), 1):
+            (tmp_path / "shop.py").write_text(code)
+            options = ("--inline", "--name", f"w{count}", "--lease", "1")
+            workers.append(await start("worker", "shop:app", *options, cwd=tmp_path, HOLDFAST_URL=url))
+            await until(lambda count=count: _are_listed(app, count), 20)
+    try:
+        status, health = await doctor(url, tmp_path)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            await worker.communicate()
+    assert (status, health["warnings"]) == (0, [])
+    (version,) = health["versions"]
+    assert "two versions of shop:app" in version
+    assert "serve queue reports.day with different parameters" in version
+
+
+async def _are_listed(app: Holdfast[Any], count: int) -> bool:
+    return len((await app.stats()).workers) == count

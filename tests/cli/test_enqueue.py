@@ -12,7 +12,7 @@ from holdfast import Holdfast, Lease
 from holdfast._core.jobs import Job
 from holdfast._core.options import from_at
 from tests.app.conftest import Place
-from tests.cli.conftest import Run, harmless, until
+from tests.cli.conftest import Result, Run, harmless, until
 
 HOSTILE = "red \x1b[31m \x9b2J \u202e turned \x7f"
 
@@ -40,7 +40,7 @@ async def test_every_option_of_enqueue_reaches_the_job(run: Run, app: Holdfast[A
     assert told.json == {"placed": "new", "id": "one", "queue": "emails", "generation": job.generation}
     assert (job.work.payload, job.work.priority, job.work.timeout_ms) == (b'{"to":"ada"}', 9, 2500)
     assert from_at(job.run_at) - from_at(job.generation) == timedelta(hours=1)
-    told = run("enqueue", "emails", "null", "--run-at", "2099-01-31T08:00:00+01:00")
+    told = run("enqueue", "emails", "null", "--no-template", "--run-at", "2099-01-31T08:00:00+01:00")
     placed, id = told.out.split()
     assert (told.status, placed) == (0, "new")
     job = await record(app, "emails", id)
@@ -78,14 +78,14 @@ async def test_payload_is_json_text_or_bytes_from_arguments_or_stdin(run: Run, a
         (["--", "-5"], None, -5),
     ]
     for words, stdin, payload in inputs:
-        told = run("enqueue", "emails", *words, stdin=stdin)
+        told = run("enqueue", "emails", "--no-template", *words, stdin=stdin)
         assert told.status == 0, told
         assert await taken() == payload
 
 
 @pytest.mark.storages("sqlite")
 async def test_mistake_prints_one_line_exits_with_2_and_stores_nothing(run: Run, app: Holdfast[Any]) -> None:
-    ask = ["enqueue", "emails"]
+    ask = ["enqueue", "emails", "--no-template"]
     mistakes: list[tuple[list[str | bytes], str]] = [
         ([*ask, "{to: ada}"], "the payload is not JSON"),
         ([*ask, b'"\xff"'], "the payload is not JSON"),
@@ -97,14 +97,15 @@ async def test_mistake_prints_one_line_exits_with_2_and_stores_nothing(run: Run,
     for told, (words, part) in zip(run.each(*(words for words, _ in mistakes)), mistakes, strict=True):
         assert told.says_no(2, part), words
         assert harmless(told.err)
-    assert run("enqueue", "emails", "-", "--raw", stdin=b"x" * 1_048_577).says_no(2, "at most 1048576 are allowed")
+    large = run(*ask, "-", "--raw", stdin=b"x" * 1_048_577)
+    assert large.says_no(2, "at most 1048576 are allowed")
     assert run("enqueue", "emails", "-", stdin="[" * 100_000).says_no(2, "JSON")
     assert (await app.queue("emails").stats()).ready == 0
 
 
 @pytest.mark.storages("sqlite")
 async def test_an_option_that_is_wrong_is_named_with_status_2(run: Run, app: Holdfast[Any]) -> None:
-    ask = ["enqueue", "emails", "1"]
+    ask = ["enqueue", "emails", "1", "--no-template"]
     mistakes: list[tuple[list[str], str]] = [
         ([*ask, "--priority", "10"], "--priority"),
         ([*ask, "--delay", "1e12"], "--delay"),
@@ -174,3 +175,104 @@ async def test_call_command_prints_the_result_or_the_reason_for_none(run: Run, p
         cancelled = asyncio.create_task(call("wait", "{}", "--id", "never"))
         await until(lambda: app.queue("wait").cancel("never"))
         assert (await cancelled).says_no(1, "was cancelled")
+
+
+# The ids of tasks
+
+
+SHOP = """\
+from holdfast import Holdfast, content_id
+
+app = Holdfast()
+
+
+@app.task(name="sync", singleton="user:{user}")
+async def sync(user: int, full: bool = False) -> int:
+    return user
+
+
+@app.task(name="mail", unique=content_id)
+async def mail(to: str) -> str:
+    return to
+
+
+@app.task(name="plain")
+async def plain(number: int) -> int:
+    return number
+"""
+
+
+def in_order(run: Run, *commands: list[str]) -> list[Result]:
+    return [run(*words) for words in commands]
+
+
+async def test_ids_of_tasks_are_those_that_a_worker_has_stored(run: Run, place: Place, app: Holdfast[Any]) -> None:
+    worker = place.app()
+
+    @worker.task(name="sync", singleton="user:{user}")
+    async def sync(user: int, full: bool = False) -> int:
+        return user
+
+    @worker.task(name="mail", unique=lambda to: to)
+    async def mail(to: str) -> str:
+        return to
+
+    @worker.task(name="plain")
+    async def plain(number: int) -> int:
+        return number
+
+    async with worker, worker.worker(lease=1):
+        await until(lambda: _is_described(app, "plain"))
+    for queue in ("sync", "mail", "plain"):
+        await app.queue(queue).pause()
+    first, again, other, full, made, chosen, plain_one, plain_two, wrong = in_order(
+        run,
+        ["enqueue", "sync", '{"user": 7}'],
+        ["enqueue", "sync", '{"user": 7, "full": true}'],
+        ["enqueue", "sync", '{"user": 8}', "--on-conflict", "raise"],
+        ["enqueue", "sync", '{"user": 7}', "--no-template"],
+        ["enqueue", "mail", '{"to": "ada"}'],
+        ["enqueue", "mail", '{"to": "ada"}', "--id", "ada"],
+        ["enqueue", "plain", '{"number": 1}'],
+        ["enqueue", "plain", '{"number": 1}'],
+        ["enqueue", "sync", "{}"],
+    )
+    assert (first.out, again.out) == ("new user:7\n", "updated user:7\n")
+    assert (await record(app, "sync", "user:7")).work.payload == b'{"user":7,"full":true}'
+    assert other.out == "new user:8\n"
+    assert full.out.startswith("new ")
+    assert "user:7" not in full.out
+    assert made.says_no(2, "a function in the code makes the unique ids of mail: pass --app MODULE:APP, or --id")
+    assert chosen.out == "new ada\n"
+    assert plain_one.out != plain_two.out
+    assert wrong.says_no(2, "has no 'user'")
+
+
+async def _is_described(app: Holdfast[Any], queue: str) -> bool:
+    return (await app.storage.read_notes([f"task:{queue}"]))[0] is not None
+
+
+async def test_ids_of_tasks_are_those_of_the_app_that_a_command_names(run: Run, app: Holdfast[Any]) -> None:
+    (run.folder / "shop.py").write_text(SHOP)
+    (run.folder / "pyproject.toml").write_text('[tool.holdfast]\napp = "shop:app"\n')
+    mailed, same, synced, wrong, by_project = in_order(
+        run,
+        ["enqueue", "mail", '{"to": "ada"}', "--app", "shop:app"],
+        ["enqueue", "mail", '{"to": "ada"}', "--app", "shop:app"],
+        ["enqueue", "sync", '{"user": 7}', "--app", "shop:app"],
+        ["enqueue", "sync", '{"user": "Ada"}', "--app", "shop:app"],
+        ["enqueue", "sync", '{"user": 9}'],
+    )
+    assert (mailed.out.split()[0], same.out) == ("new", mailed.out.replace("new", "duplicate"))
+    assert (synced.out, by_project.out) == ("new user:7\n", "new user:9\n")
+    assert wrong.says_no(2, "the payload does not fit sync")
+
+
+async def test_queue_that_no_worker_has_served_is_refused_without_an_id(run: Run, app: Holdfast[Any]) -> None:
+    refusal = "no worker has served emails, so it is not known whether its task has unique or singleton ids"
+    assert run("enqueue", "emails", "1").says_no(2, refusal)
+    assert run("call", "emails", "1", "--wait", "0").says_no(2, refusal)
+    assert run("enqueue", "emails", "1", "--no-template").status == 0
+    assert run("enqueue", "emails", "1").says_no(2, refusal)
+    assert await (await take(app)).complete()  # It is a queue for leases.
+    assert run("enqueue", "emails", "1").status == 0

@@ -536,11 +536,11 @@ async def test_option_overrides_environment_and_environment_overrides_project(ru
     bare: dict[str, str | None] = {"HOLDFAST_URL": None, "HOLDFAST_NAMESPACE": None}
     given: dict[str, str | None] = {"HOLDFAST_URL": f"sqlite:///{tmp_path}/given.db"}
     here = project / "src"
-    assert run("enqueue", "by-project", "1", cwd=here, env=bare).status == 0
-    assert run("enqueue", "by-environment", "1", cwd=here, env=bare | given).status == 0
+    assert run("enqueue", "by-project", "1", "--no-template", cwd=here, env=bare).status == 0
+    assert run("enqueue", "by-environment", "1", "--no-template", cwd=here, env=bare | given).status == 0
     line = ["--url", f"sqlite:///{tmp_path}/line.db", "--namespace", "two"]
-    assert run("enqueue", "by-line", "1", *line, cwd=here, env=bare | given).status == 0
-    assert run("enqueue", "by-default", "1", env=bare).status == 0
+    assert run("enqueue", "by-line", "1", "--no-template", *line, cwd=here, env=bare | given).status == 0
+    assert run("enqueue", "by-default", "1", "--no-template", env=bare).status == 0
     for file, namespace, queue in [
         (tmp_path / "project.db", "one", "by-project"),
         (tmp_path / "given.db", "one", "by-environment"),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from holdfast import JobCancelled, JobFailed, State
+from holdfast._worker.notes import ask_for_stack
 from holdfast._worker.processes import child_handle
 from holdfast._worker.processes.pool import Pool, PoolSettings
-from holdfast._worker.questions import ask_for_stack
 from holdfast._worker.telemetry import HookDispatcher
 from holdfast._worker.worker import Worker, WorkerSettings
 from holdfast.storage import connect

@@ -24,7 +24,7 @@ from holdfast._core.codec import Codec
 from holdfast._core.jobs import Job
 from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
 from holdfast._core.replies import Enqueued, Snapshot
-from holdfast._worker.app_loader import AppParts, RunnableApp, locate_app
+from holdfast._worker.app_loader import AppParts, RunnableApp, application_of, locate_app
 from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
 from holdfast._worker.processes.pool import Pool, PoolSettings
@@ -346,7 +346,7 @@ class Holdfast(RunnableApp, Generic[T]):
         return self
 
     def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:
-        inline = Inline(handlers, self._around)
+        inline = Inline(handlers, self._around, partial(application_of, self))
         dispatcher = HookDispatcher([*self._on_event, *hooks], self._around.report_error)
         return Worker(inline, partial(self._opened, inline), settings, dispatcher)
 

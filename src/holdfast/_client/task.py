@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack, cast, overload
 
+import msgspec
 from msgspec.structs import replace
 
 from holdfast._client.request import RequestTemplate, Using
@@ -14,6 +15,7 @@ from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.jobs import DEFAULT_PRIORITY, Update
 from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, all_fields, check_names
 from holdfast._core.retry_policy import Policy, QueueConfig
+from holdfast._core.tasks import IdRule, describe_task, signature_hash
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError
 from holdfast.storage.validation import FAILED_SUFFIX
@@ -87,8 +89,13 @@ class Definition:
         codecs, codec_name = session.codecs, options.get("codec")
         self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
         """Encodes arguments and results."""
-        config = queue_config(name, TaskOptions, options)
+        rule: IdRule = "unique" if unique is not None else "none" if singleton is None else "singleton"
+        note = msgspec.json.encode(describe_task(self.arguments, rule, template)).decode()
+        config = replace(
+            queue_config(name, TaskOptions, options), signature=signature_hash(self.arguments.signature), note=note
+        )
         self.handler = Handler(config, self.arguments, codecs, self.codec.name)
+        self.handler.make_id = self.make_id
         self.fail_handler: Handler | None = None
         self.request_template = functools.partial(
             RequestTemplate,

@@ -125,6 +125,10 @@ class Arguments:
             except Exception as error:
                 raise OptionError(f"the parameters of {self.name} cannot be decoded: {error}") from error
 
+    def named(self, decoded: Any) -> dict[str, Any]:
+        """Return arguments by parameter name, from the value that `decode` returned."""
+        return {self._parameters[0].name: decoded} if self.whole else msgspec.structs.asdict(decoded)
+
     def call(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments for the function, from the value that `decode` returned."""
         if self.whole:
@@ -184,19 +188,23 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
 def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, Any]], str]:
     """Return a function that makes the id of a job from its arguments. Checks a template when the task is defined."""
     name, parameters = arguments.name, arguments.signature.parameters
-    empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
-    defaults = {p.name: empty.get(p.kind, p.default) for p in parameters.values()}
+    if not callable(template):
+        return id_filler(name, parameters, template)
+    defaults = _defaults(parameters)
 
-    if callable(template):
+    def called(given: dict[str, Any]) -> str:
+        args, kwargs = _spread(parameters.values(), {**defaults, **given})
+        id = template(*args, **kwargs)
+        if not isinstance(id, str):
+            raise OptionError(f"the function that makes the ids of {name} returned {id!r:.60}, not text")
+        return id
 
-        def called(given: dict[str, Any]) -> str:
-            args, kwargs = _spread(parameters.values(), {**defaults, **given})
-            id = template(*args, **kwargs)
-            if not isinstance(id, str):
-                raise OptionError(f"the function that makes the ids of {name} returned {id!r:.60}, not text")
-            return id
+    return called
 
-        return called
+
+def id_filler(name: str, parameters: Mapping[str, Parameter], template: str) -> Callable[[dict[str, Any]], str]:
+    """Return a function that fills an id template with arguments. `name` is that of the task."""
+    defaults = _defaults(parameters)
     what = f"the id template {template!r:.80} of {name}"
     try:
         pieces = list(string.Formatter().parse(template))
@@ -217,6 +225,11 @@ def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, 
         )
 
     return filled
+
+
+def _defaults(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    empty: dict[Any, Any] = {Parameter.VAR_POSITIONAL: (), Parameter.VAR_KEYWORD: {}}
+    return {p.name: empty.get(p.kind, p.default) for p in parameters.values()}
 
 
 def _separators(what: str, pieces: list[Any]) -> str:

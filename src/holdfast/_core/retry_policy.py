@@ -45,6 +45,10 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 10
     concurrency: int | None = None
     queue_priority: int = 100
+    signature: str = ""
+    """Hash of the parameters of the task; empty for a fail handler."""
+    note: str = ""
+    """The `TaskNote` of the task as JSON; empty for a fail handler."""
 
 
 StopReason = Literal["cancel", "timeout", "shutdown", "lease_lost"]

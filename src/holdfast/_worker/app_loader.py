@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import operator
 import sys
+import tomllib
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TypeVar
 
+from holdfast._core.applications import Application
 from holdfast._worker.handler import AppHooks, Handler
 from holdfast._worker.telemetry import OnEvent
 from holdfast.errors import OptionError
@@ -88,6 +90,29 @@ def locate_app(app: object) -> str:
     raise OptionError(
         "child processes cannot import the app: define it at the top level of a module, or omit processes"
     )
+
+
+def application_of(app: object) -> Application:
+    """Return the target and the source of an app; nothing if other processes cannot import it."""
+    try:
+        target = locate_app(app)
+    except OptionError:
+        return Application()
+    return Application(target, source_of(target))
+
+
+def source_of(target: str) -> str:
+    """Return the name of the project of an app, from the pyproject.toml nearest to its module; else the file."""
+    module = sys.modules.get(parse_target(target)[0]) or sys.modules.get("__main__")
+    name = getattr(module, "__file__", None)
+    if name is None:
+        return ""
+    file = Path(name).resolve()
+    projects = (folder / "pyproject.toml" for folder in file.parents)
+    project = next((project for project in projects if project.is_file()), file)
+    with suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError):
+        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["name"])
+    return str(file)
 
 
 def _import(module: str, target: str) -> ModuleType:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
+from holdfast._core.applications import Application
 from holdfast._core.capacity import NEVER
 from holdfast._core.claim_planner import ClaimPlanner
 from holdfast._core.jobs import Job
@@ -105,6 +106,8 @@ class Executor(ABC):
     """Whether `reload` loads the code of the app again."""
 
     def __init__(self) -> None:
+        self.application = Application()
+        """The app that is executed, once it is loaded."""
         self._context: WorkerContext
         self._capacity: ClaimPlanner
         self._runs: set[Run] = set()
@@ -263,8 +266,11 @@ class Inline(Executor):
     name = "inline"
     host_capacity = INLINE_CAPACITY
 
-    def __init__(self, handlers: Iterable[Handler], hooks: AppHooks) -> None:
+    def __init__(
+        self, handlers: Iterable[Handler], hooks: AppHooks, application: Callable[[], Application] = Application
+    ) -> None:
         super().__init__()
+        self._find_application = application
         self.runner: Runner[Run] = Runner(handlers, hooks, INLINE_CAPACITY, self.finished, self.progressed)
 
     @property
@@ -274,6 +280,7 @@ class Inline(Executor):
     async def open(self, context: WorkerContext) -> None:
         await super().open(context)
         self.runner.check()
+        self.application = self._find_application()
         self._capacity.open_host(0)
 
     async def close(self) -> None:

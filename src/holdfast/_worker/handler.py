@@ -167,8 +167,16 @@ class Handler:
         self.codec = codecs.get(codec)
         """Codec of results."""
         self.is_async = is_async(arguments.function)
+        self.make_id: Callable[[dict[str, Any]], str] | None = None
+        """Makes the id of a job from its arguments, if the task has `unique` or `singleton`."""
         self.fails_for: Arguments | None = None
         """The arguments of the task, if this is its fail handler."""
+
+    def id_of(self, codec: str, payload: bytes) -> str | None:
+        """The id of a job with this payload, if the task has `unique` or `singleton`."""
+        if self.make_id is None:
+            return None
+        return self.make_id(self.arguments.named(self.arguments.decode(self.codecs.get(codec), payload)))
 
     def read(self, job: Job) -> Any:
         payload = job.work.payload or b""

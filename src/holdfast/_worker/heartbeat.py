@@ -18,11 +18,12 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from holdfast._core.applications import compare_applications
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
-from holdfast._worker.questions import ANSWER_MS, question_for, read_question
+from holdfast._worker.notes import ANSWER_MS, TASK_MS, name_of_task_note, question_for, read_question
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage.base import QueueDamaged, Storage
@@ -65,6 +66,10 @@ class Heartbeat:
         self._swept = 0
         """How many served queues the beats have looked at: a worker of many queues looks at some of them per beat."""
         self._next_snapshot: asyncio.TimerHandle
+        self._described: object = None
+        """The tasks whose notes are written: the `configs` of the worker at that time."""
+        self._compared: object = None
+        """The tasks that were compared with those of other workers."""
         self._answered: bytes | None = None
         """The last question of a command that this worker has begun to answer."""
         self._answers: dict[str, bytes] = {}
@@ -115,7 +120,8 @@ class Heartbeat:
 
     def _make_snapshot(self) -> None:
         capacity = self._context.claimer.capacity
-        facts = worker_facts(self._context.executor.name, capacity)
+        executor = self._context.executor
+        facts = worker_facts(executor.name, capacity, executor.application, self._context.configs)
         self._snapshot = (facts, capacity.full_queues(), list(capacity.served))
         if not self._stopping:
             self._next_snapshot = self._home.call_later(self._every_s / 2, self._make_snapshot)
@@ -202,7 +208,7 @@ class Heartbeat:
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
-        others = (self._announce(storage), self._sweep(storage), self._answer(storage))
+        others = (self._announce(storage), self._sweep(storage), self._answer(storage), self._describe(storage))
         ended = await asyncio.gather(*extends, *others, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         if len(errors) == len(ended):
@@ -234,6 +240,26 @@ class Heartbeat:
         commands = await storage.announce(self._worker, self._snapshot[0], ttl_ms=ttl_ms)
         if commands.evict:
             _call_on(self._home, self._evicted)
+
+    async def _describe(self, storage: Storage) -> None:
+        """Write the notes of the tasks when they have changed. With the next beat, when other workers that have started
+        at the same time are listed as well, compare the applications."""
+        configs = self._context.configs
+        if configs is not self._described:
+            known = {config.queue: config.note.encode() for config in configs.values() if config.note}
+            notes = {name_of_task_note(queue): note for queue, note in known.items() if len(note) <= MAX_NOTE_BYTES}
+            for part in batches(notes.items(), lambda note: len(note[1])):
+                await storage.write_notes(dict(part), ttl_ms=TASK_MS)
+            self._described = configs
+        elif configs is not self._compared:
+            workers = (await storage.snapshot()).workers
+            here = set(self._context.claimer.capacity.served)
+            found = compare_applications([worker.facts for worker in workers], here)
+            for warning in found.warnings:
+                log.warning("worker %s: %s", self._worker, warning)
+            for version in found.versions:
+                log.info("worker %s: %s", self._worker, version)
+            self._compared = configs
 
     async def _answer(self, storage: Storage) -> None:
         """Write answers that are ready, and begin to answer a new question."""

@@ -10,17 +10,20 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from holdfast._core.applications import MAX_SIGNED, Application
 from holdfast._core.capacity import Capacity
 from holdfast._core.events import EventKind
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.lifecycle import RETRY_KINDS
 from holdfast._core.replies import WorkerFacts
+from holdfast._core.retry_policy import QueueConfig
+from holdfast._core.tasks import SIGNATURE_CHARS
 from holdfast._core.text import escape_control
 from holdfast.errors import HoldfastError, JobError
 from holdfast.version import VERSION
@@ -187,13 +190,19 @@ def default_worker_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def worker_facts(executor: str, capacity: Capacity) -> WorkerFacts:
-    """The record of a worker in this process."""
+def worker_facts(
+    executor: str, capacity: Capacity, application: Application, configs: Mapping[str, QueueConfig]
+) -> WorkerFacts:
+    """The record of a worker in this process, with the signatures of its first `MAX_SIGNED` queues."""
+    signatures = [configs[name].signature if name in configs else "" for name in list(capacity.served)[:MAX_SIGNED]]
     return {
         "queues": list(capacity.served),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "version": VERSION,
+        "app": application.target,
+        "source": application.source,
+        "signatures": "".join(signature.ljust(SIGNATURE_CHARS) for signature in signatures),
         "executor": executor,
         "capacity": capacity.units,
         "used": capacity.used,

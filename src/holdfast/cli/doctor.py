@@ -9,6 +9,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.settings import find_settings
+from holdfast._core.applications import Comparison, compare_applications
 from holdfast._core.clock import SystemClock
 from holdfast._core.replies import Snapshot, StorageInfo
 from holdfast._worker.app_loader import app_parts, import_app
@@ -36,22 +37,25 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
     skew_s = (about.now - SystemClock().now_us()) / 1e6
     snapshot = await app.stats()
     tasks = _tasks(target or find_settings().app)
+    compared = compare_applications(worker.facts for worker in snapshot.workers)
     warnings = [
         *about.warnings,
         *_slow_or_skewed(latency_ms, skew_s),
         *(queue.problem for queue in snapshot.queues if queue.problem),
         *_unserved(snapshot, tasks),
+        *compared.warnings,
     ]
     if as_json:
         facts = {"storage": about.name, "keeps": about.keeps, "facts": about.facts, "latency_ms": latency_ms}
-        say_json({**facts, "skew_s": skew_s, "queues": len(snapshot.queues), "warnings": warnings})
+        found = {"queues": len(snapshot.queues), "versions": compared.versions, "warnings": warnings}
+        say_json({**facts, "skew_s": skew_s, **found})
     else:
-        _show(about, latency_ms, skew_s, snapshot, warnings)
+        _show(about, latency_ms, skew_s, snapshot, Comparison(warnings, compared.versions))
     if warnings:
         end(NO)
 
 
-def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapshot, warnings: list[str]) -> None:
+def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapshot, found: Comparison) -> None:
     say(about.name)
     say(f"  keeps      {about.keeps}")
     for name, value in about.facts.items():
@@ -59,10 +63,12 @@ def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapsh
     say(f"  latency    {latency_ms:.2f} ms for a read, median of {READS}")
     say(f"  clock      {skew_s:+.3f} s from this host's")
     say(f"  has        {format_count(len(snapshot.queues), 'queue')}, {format_count(len(snapshot.workers), 'worker')}")
-    for warning in warnings:
+    for version in found.versions:
+        say(f"  {version}")
+    for warning in found.warnings:
         click.secho("! ", fg="yellow", nl=False)
         say(warning)
-    if not warnings:
+    if not found.warnings:
         say("no problems found")
 
 

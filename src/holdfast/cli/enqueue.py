@@ -11,8 +11,11 @@ from holdfast._core.options import DEFAULT_WAIT_S
 from holdfast.cli.common import find_id, read_payload, with_app, with_present_app
 from holdfast.cli.options import given, option_from_table, options_from_table
 from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, say, say_json
+from holdfast.cli.templates import identify, template_options
 from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten, JobNotFound, WaitTimeout
 
+START_S = 10.0
+"""How long `call` waits for a worker that serves the queue for the first time."""
 REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "timeout", "priority")
 
 
@@ -22,11 +25,29 @@ def _payload_forms(command: Any) -> Any:
     return text(raw(command))
 
 
+async def _with_task(
+    app: Holdfast[None],
+    queue: str,
+    payload: object,
+    *,
+    target: str | None,
+    no_template: bool,
+    patience_s: float,
+    **options: Any,
+) -> Any:
+    """The options of a request: those of the command line, and for the rest those of the task."""
+    chosen = given(options)
+    if "id" in chosen or no_template:
+        return chosen
+    return {**await identify(app, queue, payload, target, patience_s=patience_s), **chosen}
+
+
 @click.command()
 @click.argument("queue")
 @click.argument("payload")
 @_payload_forms
 @options_from_table(*REQUEST_OPTIONS)
+@template_options
 @as_json
 @with_app
 async def enqueue(
@@ -42,11 +63,15 @@ async def enqueue(
       holdfast enqueue emails '{"to": "ada"}' --id welcome-ada --delay 60
       cat picture.png | holdfast enqueue pictures - --raw
 
+    The id is that of a `unique` or `singleton` task, which its workers or --app tell.
+
     Prints how the request was placed (new, updated, deferred, duplicate, completed) and the id. Exit status 1 if the id
     exists and --on-conflict is raise.
     """
+    value = read_payload(payload, text=text, raw=raw)
+    chosen = await _with_task(app, queue, value, **options, patience_s=0)
     try:
-        handle = await app.queue(queue).enqueue(read_payload(payload, text=text, raw=raw), **given(options))
+        handle = await app.queue(queue).enqueue(value, **chosen)
     except DuplicateJob as error:
         end(NO, str(error))
     if as_json:
@@ -60,6 +85,7 @@ async def enqueue(
 @click.argument("payload")
 @_payload_forms
 @options_from_table(*REQUEST_OPTIONS, "wait")
+@template_options
 @with_app
 async def call(
     app: Holdfast[None], queue: str, payload: str, *, text: bool, raw: bool, wait: float, **options: Any
@@ -73,9 +99,10 @@ async def call(
 
     Exit status 1 if the job failed or was cancelled, 4 if it did not end within --wait; the job continues then.
     """
+    value = read_payload(payload, text=text, raw=raw)
+    chosen = await _with_task(app, queue, value, **options, patience_s=min(wait, START_S))
     try:
-        value = read_payload(payload, text=text, raw=raw)
-        say_json(await app.queue(queue).call(value, wait=wait, **given(options)))
+        say_json(await app.queue(queue).call(value, wait=wait, **chosen))
     except WaitTimeout as error:
         end(TIME_IS_UP, str(error))
     except (DuplicateJob, JobFailed, JobCancelled, JobForgotten) as error:

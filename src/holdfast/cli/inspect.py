@@ -18,7 +18,7 @@ from holdfast._core.jobs import State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import escape_control
-from holdfast._worker.questions import ask_for_stack
+from holdfast._worker.notes import ask_for_stack
 from holdfast.cli.common import Length, Number, find_id, with_present_app
 from holdfast.cli.output import (
     NO,

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from holdfast import errors
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
-from holdfast._worker.app_loader import RunnableApp, app_parts, import_app
+from holdfast._worker.app_loader import RunnableApp, app_parts, import_app, source_of
 from holdfast._worker.handler import Runner
 from holdfast._worker.logs import set_up_logging
 from holdfast._worker.processes import messages
@@ -70,7 +70,8 @@ async def _probed(probe: LoopProbe, number: int, run: Coroutine[Any, Any, Ended]
 
 
 class ChildRuntime:
-    def __init__(self, app: RunnableApp, probe: LoopProbe) -> None:
+    def __init__(self, app: RunnableApp, probe: LoopProbe, source: str) -> None:
+        self._source = source
         self._parts = parts = app_parts(app)
         self._leaving = asyncio.Event()
         self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
@@ -105,6 +106,7 @@ class ChildRuntime:
                 max_payload=parts.max_payload,
                 hooks=bool(parts.on_event),
                 error_hooks=bool(parts.hooks.errors),
+                source=self._source,
             )
             self._channel.send(hello)
             try:
@@ -225,7 +227,7 @@ def main() -> None:
             set_up_logging(begin.logs)
         sys.path[:] = begin.path
         app = import_app(begin.target, RunnableApp)  # type: ignore[type-abstract]
-        child = ChildRuntime(app, probe)
+        child = ChildRuntime(app, probe, source_of(begin.target))
     except HoldfastError as error:
         end.sendall(messages.encode([messages.Broken(str(error), isinstance(error, OptionError))]))
         sys.exit(1)

@@ -98,6 +98,8 @@ class Hello(Message, frozen=True):
     max_payload: int | None
     hooks: bool
     error_hooks: bool
+    source: str
+    """Where the app is from: see `Application`."""
 
 
 class Broken(Message, frozen=True):

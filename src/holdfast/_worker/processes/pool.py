@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast._core.applications import Application
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason
 from holdfast._worker.executor import Executor, Run, wait_until
 from holdfast._worker.logs import Logs
@@ -181,7 +182,9 @@ class Pool(Executor):
         if child.hello is None:
             return  # It could not start. The reason is known when the process is gone.
         if child.open:
-            self._hello = self._hello if child.spare else child.hello
+            if not child.spare:
+                self._hello = child.hello
+                self.application = Application(self.settings.target, child.hello.source)
             self._capacity.open_host(child.number, spare=child.spare)
             self._retire_one_too_many()
             self._call_hooks()

@@ -1,4 +1,4 @@
-"""Questions to a worker, as notes in the storage: a command asks for a stack, the worker answers with a heartbeat."""
+"""Notes by which workers and commands exchange facts: about a task, a question for a stack, and the answer to it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 from holdfast.storage import Storage
 
-QUESTION_MS, ANSWER_MS = 30_000, 60_000
-"""How long the notes are kept."""
+TASK_MS, QUESTION_MS, ANSWER_MS = 365 * 86_400_000, 30_000, 60_000
+"""How long the notes are kept. Workers write those of their tasks at each start and reload."""
 LOOK_S = 0.2
 """Interval at which a caller looks for the answer."""
 
@@ -23,6 +23,11 @@ class StackQuestion(msgspec.Struct, frozen=True):
     fence: int
     answer_to: str
     """Name of the note for the answer."""
+
+
+def name_of_task_note(queue: str) -> str:
+    """Name of the note about the task that a queue belongs to: a `TaskNote`."""
+    return f"task:{queue}"
 
 
 def question_for(worker: str) -> str:
