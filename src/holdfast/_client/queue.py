@@ -246,7 +246,7 @@ class Queue:
             payload=decode(job.work.payload, job.work.codec),
             priority=job.work.priority,
             run_at=from_at(job.run_at),
-            created_at=from_at(job.generation),
+            created_at=from_at(job.created_at),
             started_at=None if started_at is None else from_at(started_at),
             finished_at=None if ended_at is None else from_at(ended_at),
             duration=None if started_at is None or ended_at is None else max(0, ended_at - started_at) / 1e6,

@@ -148,6 +148,13 @@ class Job(Value, frozen=True):
     """Time until which the outcome is remembered at least, for a waiter."""
     extension: Extension = ()
     """Optional fields of this generation: tags below `FIRST_WORK_TAG`."""
+    skew: int = 0
+    """Queue time minus wall time, in a record that was read; 0 in storages. See `as_read` in storage/local/table.py."""
+
+    @property
+    def created_at(self) -> int:
+        """Wall time of the request that the record stands for."""
+        return self.generation - self.skew
 
     @property
     def state(self) -> State:
@@ -167,7 +174,7 @@ class Job(Value, frozen=True):
     @property
     def started_at(self) -> int | None:
         """Start of the present run, or of the run that ended the job. The fence of a lease is the time of its claim."""
-        return self.run.fence if self.run is not None else self.outcome.started_at or None if self.outcome else None
+        return self.run.fence - self.skew if self.run is not None else self.outcome.started_at or None if self.outcome else None
 
     @property
     def fence(self) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.clock import ManualClock
-from holdfast._core.jobs import Job, Update
+from holdfast._core.jobs import Job, State, Update
 from holdfast._core.replies import Placed, SettleResult
 from holdfast.storage.conformance.verbs import Stage, StorageHarness
 
@@ -361,3 +361,33 @@ async def test_previous_outcome_is_kept_for_its_ttl_over_a_step(stage: SteppingS
     assert (await stage.the("a")).previous is not None
     stage.clock.advance(MICROSECOND)
     assert (await stage.the("a")).previous is None
+
+
+# What readers see
+
+
+async def test_times_of_a_lease_are_wall_times_after_a_step(stage: SteppingStage) -> None:
+    await stage.step(-HOUR)
+    stage.clock.advance(1)
+    await stage.enqueue("a")
+    claimed = await stage.claim_one(lease=30)
+    for job in (claimed, await stage.the("a")):
+        assert job.run is not None
+        assert (job.run_at, job.created_at, job.run.until_at) == (stage.wall(), stage.wall(), stage.wall(30))
+        assert job.started_at == stage.wall() + 1
+    assert await stage.complete(claimed) is SettleResult.OK
+
+
+async def test_times_of_an_outcome_are_wall_times_after_a_step(stage: SteppingStage) -> None:
+    await stage.step(-HOUR)
+    await stage.enqueue("a")
+    await stage.complete(await stage.claim_one(), ttl=60, dedup=30)
+    (listed,) = (await stage.storage.scan("q", state=State.COMPLETED)).jobs
+    for job in (listed, await stage.the("a")):
+        assert job.outcome is not None
+        times = (job.outcome.ended_at, job.outcome.dedup_at, job.outcome.forget_at)
+        assert times == (stage.wall(), stage.wall(30), stage.wall(60))
+    await stage.enqueue("a", update=Update())
+    previous = (await stage.the("a")).previous
+    assert previous is not None
+    assert previous.forget_at == stage.wall(60)

@@ -14,7 +14,7 @@ from holdfast._core import lifecycle
 from holdfast._core.clock import QueueTime
 from holdfast._core.events import ENDS, Event, EventKind
 from holdfast._core.extension import Extension
-from holdfast._core.jobs import Job, State, Work
+from holdfast._core.jobs import Job, Outcome, State, Work
 from holdfast._core.replies import WorkerInfo
 from holdfast.errors import OptionError
 from holdfast.storage.validation import MAX_ITEMS, decode_cursor, encode_cursor
@@ -234,11 +234,35 @@ class QueueTransaction:
 
 
 def as_read(job: Job, time: QueueTime) -> Job:
-    """Return a record for a reader: `run_at` in wall time, and no previous outcome past its forget time."""
+    """Return a record for a reader: its times in wall time, and no previous outcome past its forget time. Stamps
+    (generation, arrival, fence) stay as they are, because they identify."""
     job = lifecycle.tidy(job, time.last_at)
     if not time.skew:
         return job
-    return replace(job, run_at=job.wall_at or job.run_at - time.skew)
+    run, skew = job.run, time.skew
+    if run is not None:
+        following = run.next and replace(run.next, run_at=run.next.wall_at or run.next.run_at - skew)
+        run = replace(run, until_at=run.until_at - skew, next=following)
+    return replace(
+        job,
+        run_at=job.wall_at or job.run_at - skew,
+        run=run,
+        outcome=job.outcome and _outcome_as_read(job.outcome, skew),
+        previous=job.previous and _outcome_as_read(job.previous, skew),
+        keep_until_at=max(job.keep_until_at - skew, 0),
+        skew=skew,
+    )
+
+
+def _outcome_as_read(outcome: Outcome, skew: int) -> Outcome:
+    """Return an outcome with its times in wall time; 0 stays the value for none."""
+    return replace(
+        outcome,
+        ended_at=outcome.ended_at - skew,
+        forget_at=outcome.forget_at - skew,
+        dedup_at=max(outcome.dedup_at - skew, 0),
+        started_at=max(outcome.started_at - skew, 0),
+    )
 
 
 def listed(jobs: Sequence[Job], time: QueueTime) -> list[Job]:
