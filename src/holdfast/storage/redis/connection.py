@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.raw import Argument, Deliver, LoginRefused, RawConnection, Reply, ServerError
-from holdfast.storage.redis.script import Library
+from holdfast.storage.redis.script import Library, hash_of
 
 log = logging.getLogger("holdfast.redis")
 
@@ -170,9 +170,19 @@ class PendingCommand:
     library: Library | None
     loaded: bool = False
     """The library was sent for this command."""
+    script: str = ""
+    """Text of the script that replaces the function."""
     sent_at: float = 0.0
     ends_at: int = 0
     """Number of bytes that the connection had written after this command."""
+
+    def use_script(self, *, with_text: bool = False) -> None:
+        """Call a script instead of a function: by its hash, which a server that has run it knows, or with its text."""
+        if self.library is not None and self.args[0] == "FCALL":
+            self.script = self.library.script(str(self.args[1]))
+            self.args = ("EVALSHA", hash_of(self.script), *self.args[2:])
+        if with_text:
+            self.args = ("EVAL", self.script, *self.args[2:])
 
     def answer(self, reply: Reply) -> None:
         deliver, self.deliver = self.deliver, None
@@ -192,6 +202,8 @@ class ServerConnection(ReconnectingConnection):
         """Bytes of the oldest command and of replies that had moved at the last check."""
         self._moved_at = 0.0
         """When a check found that bytes had moved."""
+        self._uses_scripts = False
+        """This connection has no library and cannot load it: calls are sent as scripts."""
 
     def send(
         self, args: tuple[Argument, ...], deadline: float, deliver: Deliver, library: Library | None = None
@@ -213,6 +225,8 @@ class ServerConnection(ReconnectingConnection):
 
     def _write(self, command: PendingCommand, raw: RawConnection) -> None:
         command.sent_at = self._loop.time()
+        if self._uses_scripts and command.library is not None:
+            command.use_script()
         raw.write(command.args)
         command.ends_at = raw.written
 
@@ -241,7 +255,7 @@ class ServerConnection(ReconnectingConnection):
 
     def _on_connected(self, raw: RawConnection) -> None:
         self._drop_answered()
-        self._moved = 0
+        self._moved, self._uses_scripts = 0, False
         for command in self._pending:
             self._write(command, raw)
 
@@ -255,7 +269,7 @@ class ServerConnection(ReconnectingConnection):
                 self._break(f"not ready: {reply}")
                 return
             library = self._pending[0].library
-            if library is not None and str(reply).startswith("ERR Function not found"):
+            if library is not None and str(reply).startswith(("ERR Function not found", "NOSCRIPT")):
                 self._load(library, self._pending.popleft())
                 return
         self._pause_s = BACKOFF_S[0]
@@ -263,9 +277,11 @@ class ServerConnection(ReconnectingConnection):
 
     def _load(self, library: Library, command: PendingCommand) -> None:
         """Send the text of the library, and the command again. A server that has no library even then (it is full, the
-        user lacks the permission, or another client has deleted the library) gets the whole text as a script."""
-        if command.loaded:
-            command.args = ("EVAL", library.script(str(command.args[1])), *command.args[2:])
+        user lacks the permission, or another client has deleted the library) gets scripts on this connection."""
+        if command.args[0] == "EVALSHA":
+            command.use_script(with_text=True)
+        elif command.loaded:
+            self._uses_scripts = True
         else:
             command.loaded = True
             self._append(PendingCommand(("FUNCTION", "LOAD", library.text), command.deadline, None, None))

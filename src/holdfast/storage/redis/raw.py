@@ -266,6 +266,8 @@ async def _log_in(raw: RawConnection, options: ConnectOptions) -> None:
         if command[0] == "AUTH":
             detail = str(error).partition(", with args")[0]  # A server that does not know AUTH repeats its arguments.
             raise LoginRefused(error.code if str(command[-1]) in detail else detail)
+        if command[0] == "SELECT" and error.code == "ERR":
+            raise LoginRefused(f"it has no database {options.database}, use another number: {error}")
         if error.code in ("WRONGPASS", "NOAUTH", "NOPERM"):
             raise LoginRefused(str(error))
         raise error

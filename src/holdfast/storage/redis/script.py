@@ -66,6 +66,7 @@ class Library:
         if not fast:
             sources = _replaced(sources, "fast", FAST, FAST.replace("true", "false"))
         self._sources = sources
+        self._scripts: dict[str, str] = {}
         self._body = join(sources, FILES)
         self.name = f"holdfast_{hashlib.sha1(self._body.encode(), usedforsecurity=False).hexdigest()[:16]}"
         self.enqueue = f"{self.name}_enqueue"
@@ -73,8 +74,10 @@ class Library:
 
     def script(self, name: str) -> str:
         """Return one of the two functions as a script, for a server that refuses the library."""
-        head = "#!lua" if name == self.enqueue else "#!lua flags=allow-oom"
-        return f"{head}\n{self._body}return calls.run(KEYS, ARGV)"
+        if name not in self._scripts:
+            head = "#!lua" if name == self.enqueue else "#!lua flags=allow-oom"
+            self._scripts[name] = f"{head}\n{self._body}return calls.run(KEYS, ARGV)"
+        return self._scripts[name]
 
     @property
     def enqueue_in_multi(self) -> str:
@@ -106,6 +109,12 @@ def _replaced(sources: Mapping[str, str], name: str, old: str, new: str) -> Mapp
     if sources[name].count(old) != 1:
         raise ValueError(f"{name}.lua contains {old!r} {sources[name].count(old)} times, not once")
     return {**sources, name: sources[name].replace(old, new)}
+
+
+@cache
+def hash_of(script: str) -> str:
+    """Return the name by which a server knows a script that it has run."""
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 @cache
