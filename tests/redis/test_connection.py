@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+import holdfast.storage.redis
+from holdfast._core.jobs import Request, Work
+from holdfast._core.replies import Placed
+from holdfast.storage.redis import RedisStorage, calls
 from holdfast.storage.redis.connection import ServerConnection
 from holdfast.storage.redis.raw import RawConnection
 from holdfast.storage.redis.urls import servers_from_url
+from tests.redis.conftest import opened
 from tests.servers import Server
 
 
@@ -35,3 +42,17 @@ async def test_a_call_that_reconnects_uses_up_the_planned_reconnection(server: S
     assert await asyncio.gather(*answers) == [b"0", b"1", b"2", b"3"]
     connection.end()
     assert opened == 2
+
+
+async def test_storage_remembers_a_bounded_number_of_queues(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue that it has dropped is used again with a higher number, which the server accepts."""
+    monkeypatch.setattr(calls, "MAX_IDLE_QUEUES", 5)
+    monkeypatch.setattr(holdfast.storage.redis, "MAX_NAMES", 5)
+    async with opened(server.url) as stage:
+        storage = stage.storage
+        assert isinstance(storage, RedisStorage)
+        for n in range(40):
+            await storage.enqueue(f"q{n}", [Request("a", Work(b"x"))])
+            (reply,) = await storage.enqueue("q0", [Request(f"{n}", Work(b"x"))])
+            assert reply.placed is Placed.NEW
+        assert max(len(storage._calls._queues), len(storage._keys), len(storage._listed)) <= 10

@@ -18,7 +18,7 @@ from holdfast.storage.redis import notify
 from tests.proxy import Proxy
 from tests.redis.conftest import key, namespace_of, opened, until, words_of
 from tests.servers import Server
-from tests.storage.stage import Stage
+from tests.storage.stage import Stage, heard
 
 LARGE = bytes(5000)
 """More than a notice carries."""
@@ -60,6 +60,28 @@ async def waiting(proxy: Proxy, stage: Stage, id: str = "a", generation: int = 0
 async def answer_of(task: asyncio.Task[Outcome]) -> Outcome:
     async with asyncio.timeout(5):
         return await task
+
+
+# Databases
+
+
+async def test_databases_of_a_server_do_not_share_events(server: Server, clone: Stage) -> None:
+    async with opened(f"{server.url}/1", like=clone) as one, opened(f"{server.url}/1", like=clone) as same:
+        async with one.storage.subscribe(Topic("q")) as events, clone.storage.subscribe(Topic("q")) as others:
+            await clone.enqueue("zero")
+            await same.enqueue("one")
+            assert await heard(events, 1) == [(EventKind.ENQUEUED, "one")]
+            assert await heard(others, 1) == [(EventKind.ENQUEUED, "zero")]
+        assert await one.storage.drop("q") == 0
+
+
+@pytest.mark.usefixtures("only_notices")
+async def test_notification_answers_a_waiter_in_another_database(proxy: Proxy, server: Server) -> None:
+    async with opened(f"{proxy.url}/1") as stage, opened(f"{server.url}/1", like=stage) as other:
+        await stage.enqueue("a", keep=60)
+        task = await waiting(proxy, stage)
+        await other.complete(await other.claim_one(), b"result")
+        assert (await answer_of(task)).result == b"result"
 
 
 # Answers

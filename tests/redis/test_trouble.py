@@ -354,6 +354,21 @@ async def test_repeated_call_after_a_timeout_reports_the_effect_of_the_first(own
         assert await stage.problems() == []
 
 
+async def test_settlement_repeated_in_another_batch_counts_as_done_once(own: Server) -> None:
+    async with opened(f"{own.url}?timeout=0.5") as stage:
+        for id in "abc":
+            await stage.enqueue(id)
+        a, b, c = await stage.claim(3)
+        await _given_up(own, lambda: stage.complete(a))
+        assert await asyncio.gather(*map(stage.complete, (b, a))) == [SettleResult.OK, SettleResult.OK]
+        assert [await stage.complete(job) for job in (a, b)] == [SettleResult.LOST, SettleResult.LOST]
+        await _given_up(own, lambda: stage.complete(c, b"first"))
+        assert await stage.complete(c, b"another") is SettleResult.LOST
+        assert (await stage.the("c")).outcome.result == b"first"  # type: ignore[union-attr]
+        assert (await stage.stats()).totals == {"enqueued": 3, "claimed": 3, "completed": 3}
+        assert await stage.problems() == []
+
+
 async def _given_up(server: Server, call: Callable[[], Coroutine[Any, Any, object]]) -> None:
     """A call that a frozen server does not answer in time, and carries out when it goes on."""
     server.pause()
@@ -506,6 +521,14 @@ async def test_user_without_function_permission_is_served_by_scripts(own: Server
     async with connect(f"redis://u:{SECRET}@{HOST}:{own.port}") as storage:
         await storage.enqueue("q", [Request("a", Work(b""))])
         assert len((await storage.claim("q", 1, worker="w", lease_ms=1000)).jobs) == 1
+        own.command("CONFIG", "RESETSTAT")
+        for _ in range(20):
+            await storage.get("q", ["a"])
+        sent = {name for name, calls in own.info("commandstats").items() if "calls=20," in calls}
+        assert sent & {"cmdstat_evalsha", "cmdstat_fcall", "cmdstat_eval"} == {"cmdstat_evalsha"}
+        assert int(own.info("stats")["total_net_input_bytes"]) < 20_000
+        own.command("SCRIPT", "FLUSH")
+        assert len(await storage.get("q", ["a"])) == 1
     assert own.command("FUNCTION", "LIST") == []
 
 
@@ -523,6 +546,13 @@ async def test_a_user_without_permission_is_refused_at_once(
     assert time.monotonic() - started < 4
     assert "permission" in str(caught.value)
     assert SECRET not in shown(caught.value, caplog, storage)
+
+
+async def test_database_that_does_not_exist_is_refused_at_once(own: Server) -> None:
+    started = time.monotonic()
+    with pytest.raises(StorageUnavailable, match="it has no database 99, use another number"):
+        await connect(f"{own.url}/99").__aenter__()
+    assert time.monotonic() - started < 4
 
 
 async def test_server_with_eviction_is_refused_unless_allowed(own: Server) -> None:

@@ -305,7 +305,7 @@ class Queue:
 
     async def stats(self) -> Stats:
         """Return the counts of this queue, the age of its oldest ready job, and its workers."""
-        snapshot = await self._session.storage.snapshot()
+        snapshot = await self._session.storage.snapshot([self.name])
         for queue in snapshot.queues:
             if queue.queue == self.name:
                 if queue.problem:

@@ -164,7 +164,7 @@ class _Waiter:
             return ""
         try:
             async with self.in_time():
-                workers = (await self._storage.snapshot()).workers_of(self._queue)
+                workers = (await self._storage.snapshot([self._queue])).workers_of(self._queue)
         except (StorageUnavailable, TimeoutError):
             return ""
         if workers:

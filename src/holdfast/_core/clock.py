@@ -13,6 +13,9 @@ import msgspec
 
 STEP_BACK_US = 1_000_000
 """Queue time stands still while the clock is behind it by at most this much; more than that is a step back."""
+NOTE_AFTER_US = 60_000_000
+"""A step that changes nothing notes the time of its queue if the time noted last is a minute old. So a step back of the
+clock stretches a delay by at most a minute, and an idle queue costs one write a minute."""
 MAX_STEPS = 8
 """Number of steps back that a queue remembers, for absolute times that were due before them."""
 

@@ -174,7 +174,13 @@ class Job(Value, frozen=True):
     @property
     def started_at(self) -> int | None:
         """Start of the present run, or of the run that ended the job. The fence of a lease is the time of its claim."""
-        return self.run.fence - self.skew if self.run is not None else self.outcome.started_at or None if self.outcome else None
+        return (
+            self.run.fence - self.skew
+            if self.run is not None
+            else self.outcome.started_at or None
+            if self.outcome
+            else None
+        )
 
     @property
     def fence(self) -> int | None:

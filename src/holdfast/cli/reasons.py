@@ -34,8 +34,8 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     if job is None:
         missing = "the job does not exist: it was never requested, or it has ended and is forgotten"
         return Explanation(queue=queue, id=id, state=None, reasons=[missing])
-    snapshot = await storage.snapshot()
-    stats = next((stats for stats in snapshot.queues if stats.queue == queue), None)
+    snapshot = await storage.snapshot([queue])
+    stats = next(iter(snapshot.queues), None)
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
     ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
     hosts = {worker.worker: str(worker.facts.get("host", "")) for worker in snapshot.workers}

@@ -221,7 +221,8 @@ class Storage(ABC):
 
     async def ready(self, queues: Sequence[str], *, forgotten: bool = False) -> list[str]:
         """Return the queues that have a job that is due, or a lease to take back; with `forgotten`, also those with
-        records to delete. Changes nothing, and costs one call for any number of queues (in a cluster, one for each)."""
+        records to delete. Changes no record, and costs one call for any number of queues (in a cluster, one for
+        each)."""
         validation.check_queues(queues)
         if not queues:
             return []
@@ -254,11 +255,14 @@ class Storage(ABC):
         await self._ensure_open()
         return await self._scan(queue, wanted, after, limit)
 
-    async def snapshot(self) -> replies.Snapshot:
-        """Return counts, totals, the age of the oldest ready job, pauses and workers, of all queues. A queue whose
-        metadata cannot be read is listed with its problem and without numbers."""
+    async def snapshot(self, queues: Sequence[str] | None = None) -> replies.Snapshot:
+        """Return the workers, and of each queue counts, totals, the age of its oldest ready job and its pause: of all
+        queues, or of those of these names that exist. A queue whose metadata cannot be read is listed with its problem
+        and without numbers."""
+        if queues is not None:
+            validation.check_queues(queues)
         await self._ensure_open()
-        return await self._snapshot()
+        return await self._snapshot(queues)
 
     async def about(self) -> replies.StorageInfo:
         """Return what the storage is and what it keeps, for operators."""
@@ -346,7 +350,7 @@ class Storage(ABC):
     @abstractmethod
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page: ...
     @abstractmethod
-    async def _snapshot(self) -> replies.Snapshot: ...
+    async def _snapshot(self, queues: Sequence[str] | None) -> replies.Snapshot: ...
     @abstractmethod
     async def _about(self) -> replies.StorageInfo: ...
 

@@ -391,3 +391,20 @@ async def test_times_of_an_outcome_are_wall_times_after_a_step(stage: SteppingSt
     previous = (await stage.the("a")).previous
     assert previous is not None
     assert previous.forget_at == stage.wall(60)
+
+
+# A quiet queue
+
+
+@pytest.mark.parametrize("look", ["claim", "ready"])
+async def test_step_back_stretches_a_delay_of_a_quiet_queue_by_at_most_a_minute(
+    stage: SteppingStage, look: str
+) -> None:
+    await stage.enqueue("a", delay=100)
+    for _ in range(9):
+        stage.clock.advance(10)
+        assert await stage.claim() == [] if look == "claim" else await stage.storage.ready(["q"]) == []
+    stage.clock.advance(-HOUR)
+    assert await stage.claim() == []
+    stage.clock.advance(10 + 60)
+    assert ids(await stage.claim()) == ["a"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast._core.jobs import Fail, Job, State, Update, Work
+import pytest
+
+from holdfast._core.jobs import Fail, Job, Request, State, Update, Work
 from holdfast._core.replies import SettleResult
+from holdfast.errors import OptionError
 from holdfast.storage.conformance.order import MICROSECOND, add, ask, ids
 from holdfast.storage.conformance.reads import populate, scanned
 from holdfast.storage.conformance.verbs import Stage, fence
@@ -373,3 +376,19 @@ async def test_job_with_the_longest_id_can_have_a_follow_up(stage: Stage) -> Non
     assert found.id == f"{id}@{job.generation}"
     companion = Stage(stage.storage, stage.clock, "q/failed")
     assert await companion.complete(found, worker="w2") is SettleResult.OK
+
+
+async def test_snapshot_of_named_queues_has_only_those_that_exist(stage: Stage) -> None:
+    for queue in ("c", "a", "b"):
+        await stage.storage.enqueue(queue, [Request("j", Work(b"x"))])
+    snapshot = await stage.storage.snapshot(["c", "a", "none", "a"])
+    assert [(stats.queue, stats.ready) for stats in snapshot.queues] == [("a", 1), ("c", 1)]
+    everything = {stats.queue: stats for stats in (await stage.storage.snapshot()).queues}
+    assert sorted(everything) == ["a", "b", "c"]
+    assert snapshot.queues == [everything["a"], everything["c"]]
+    assert (await stage.storage.snapshot([])).queues == []
+
+
+async def test_snapshot_refuses_a_name_that_is_not_valid(stage: Stage) -> None:
+    with pytest.raises(OptionError, match="queue name"):
+        await stage.storage.snapshot(["not valid"])

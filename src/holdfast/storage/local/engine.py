@@ -73,19 +73,33 @@ class Engine:
             paused,
         )
 
-    def ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
-        return [queue for queue in queues if self._is_ready(queue, forgotten)]
+    def ready(self, queues: Sequence[str], forgotten: bool) -> tuple[list[str], list[str]]:
+        """Return the queues that are ready, and those whose time must be noted."""
+        ready: list[str] = []
+        unnoted: list[str] = []
+        for queue in queues:
+            try:
+                transaction = self._begin(queue)
+            except QueueDamaged:
+                ready.append(queue)  # The claim of this queue says what is wrong, and no other queue is held up.
+                continue
+            if self._is_ready(transaction, forgotten):
+                ready.append(queue)
+            elif transaction.needs_note and any(map(transaction.meta.counts.get, State)):
+                unnoted.append(queue)
+        return ready, unnoted
 
-    def _is_ready(self, queue: str, forgotten: bool) -> bool:
-        try:
-            transaction = self._begin(queue)
-        except QueueDamaged:
-            return True  # The claim of this queue says what is wrong, and no other queue is held up.
-        next_run_at = None if transaction.meta.paused else self.table.next_run_at(queue)
-        times = (self.table.next_sweep_at(queue), next_run_at)
+    def _is_ready(self, transaction: QueueTransaction, forgotten: bool) -> bool:
+        queue, paused = transaction.queue, transaction.meta.paused
+        times = (self.table.next_sweep_at(queue), None if paused else self.table.next_run_at(queue))
         if any(at is not None and at <= transaction.now for at in times):
             return True
         return forgotten and bool(transaction.past_forget_time(1))
+
+    def note_time(self, queues: Sequence[str]) -> None:
+        """Note the time of queues in which nothing happens."""
+        for queue in queues:
+            self._begin(queue).close()
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease jobs that are due. First a job that is not due by wall time, because the clock stepped back, moves to
@@ -187,14 +201,18 @@ class Engine:
             start = None
         return replies.Page(tables.listed(jobs, time), end)
 
-    def snapshot(self) -> replies.Snapshot:
+    def snapshot(self, queues: Sequence[str] | None) -> replies.Snapshot:
         now = self.clock.now_us()
         workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
         serving = workers_by_queue(workers)
-        return replies.Snapshot(now, [self._stats(queue, serving) for queue in sorted(self.table.queues())], workers)
+        names = self.table.queues() if queues is None else queues
+        found = [self._stats(queue, serving) for queue in sorted(set(names))]
+        return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
 
-    def _stats(self, queue: str, serving: Mapping[str, list[str]]) -> replies.QueueStats:
+    def _stats(self, queue: str, serving: Mapping[str, list[str]]) -> replies.QueueStats | None:
         try:
+            if self.table.meta(queue) is None:
+                return None
             transaction = self._begin(queue)
         except QueueDamaged as error:
             return replies.QueueStats(queue, problem=str(error))
@@ -407,7 +425,12 @@ class LocalStorage(Storage):
         return await self._step(lambda engine: engine.evict(worker))
 
     async def _ready(self, queues: Sequence[str], forgotten: bool) -> list[str]:
-        return await self._step(lambda engine: engine.ready(queues, forgotten), writes=False, items=len(queues))
+        ready, unnoted = await self._step(
+            lambda engine: engine.ready(queues, forgotten), writes=False, items=len(queues)
+        )
+        if unnoted:
+            await self._step(lambda engine: engine.note_time(unnoted), items=len(unnoted))
+        return ready
 
     async def _write_notes(self, notes: Mapping[str, bytes], ttl_ms: int) -> None:
         await self._step(lambda engine: engine.write_notes(notes, ttl_ms))
@@ -421,8 +444,8 @@ class LocalStorage(Storage):
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         return await self._step(lambda engine: engine.scan(queue, state, after, limit), writes=False, items=None)
 
-    async def _snapshot(self) -> replies.Snapshot:
-        return await self._step(lambda engine: engine.snapshot(), writes=False, items=None)
+    async def _snapshot(self, queues: Sequence[str] | None) -> replies.Snapshot:
+        return await self._step(lambda engine: engine.snapshot(queues), writes=False, items=None)
 
     async def _repair(self, queue: str, dry_run: bool, cursor: str | None) -> replies.Repaired:
         items = None if dry_run else MAX_ITEMS

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast._core import lifecycle
-from holdfast._core.clock import QueueTime
+from holdfast._core.clock import NOTE_AFTER_US, QueueTime
 from holdfast._core.events import ENDS, Event, EventKind
 from holdfast._core.extension import Extension
 from holdfast._core.jobs import Job, Outcome, State, Work
@@ -220,14 +220,19 @@ class QueueTransaction:
         self._changes[before.id] = Change(before.id, before, after)
 
     def close(self) -> None:
-        """Write all changes. A step without changes writes nothing, not even the queue's time, unless it is the first
-        to notice that the clock stepped back."""
+        """Write all changes. A step without changes writes nothing but the time of the queue, if that `needs_note`."""
         if self._changes or self._events:
             self.meta.time = self.time
             self.table.write(self.queue, list(self._changes.values()), self._events)
-        elif self.time.skew != self.meta.time.skew:
+        elif self.needs_note:
             self.meta.time = self.time
             self.table.write_meta(self.queue)
+
+    @property
+    def needs_note(self) -> bool:
+        """Whether the clock has stepped back since the queue's time was noted, or that time is a minute old."""
+        noted = self.meta.time
+        return self.time.skew != noted.skew or 0 < noted.last_at <= self.now - NOTE_AFTER_US
 
 
 # How records look to their readers

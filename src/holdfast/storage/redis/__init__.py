@@ -38,6 +38,8 @@ log = logging.getLogger("holdfast.redis")
 
 TIMEOUT_S = 10.0
 """How long a call tries to reach the server before it fails."""
+MAX_NAMES = 10_000
+"""The most names of queues that a storage remembers, so that an application with ever new queues stays small."""
 CLIENT_BYTES = 9
 """Random bytes in the name of a client. The name has 12 characters: transaction.lua cuts lists of waiters there."""
 
@@ -74,6 +76,9 @@ class RedisStorage(Storage):
         self._timeout_s = timeout_s
         self._allow_eviction = allow_eviction
         self._open_log_level = logging.INFO
+        database = servers.options.database
+        self._suffix = f"@{database}" if database else ""
+        """End of the names of channels: a server has the same channels for all its databases."""
         self._new_client()
         self._wake_listener = WakeTokenListener(servers, self._on_wake)
         self._listeners: dict[object, PubSubListener] = {}
@@ -132,6 +137,8 @@ class RedisStorage(Storage):
         """Return the prefix of the keys of a queue. A companion has the hash tag of its queue."""
         key = self._keys.get(queue)
         if key is None:
+            if len(self._keys) >= MAX_NAMES:
+                self._keys.clear()
             suffix = FAILED_SUFFIX if queue.endswith(FAILED_SUFFIX) else ""
             key = self._keys[queue] = f"{{{self.namespace}/{queue.removesuffix(FAILED_SUFFIX)}}}{suffix}"
         return key
@@ -144,6 +151,8 @@ class RedisStorage(Storage):
         cluster the list is on another node, and needs a call."""
         if self._servers.clustered:
             await self._calls.read(self._name, "list", queue)
+        if len(self._listed) >= MAX_NAMES:
+            self._listed.clear()
         self._listed.add(queue)
 
     # Changing
@@ -311,13 +320,14 @@ class RedisStorage(Storage):
     async def _scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         return await reads.scan(self._calls, self._key(queue), state, after, limit)
 
-    async def _snapshot(self) -> replies.Snapshot:
-        key = f"{self._name}:queues"
-        names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
-        queues = sorted(name.decode(errors="replace") for name in names)
+    async def _snapshot(self, queues: Sequence[str] | None) -> replies.Snapshot:
+        if queues is None:
+            key = f"{self._name}:queues"
+            names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
+            queues = [name.decode(errors="replace") for name in names]
         now, workers = await reads.read_workers(self._calls, self._name)
         serving = workers_by_queue(workers)
-        found = await asyncio.gather(*(self._stats(queue, serving) for queue in queues))
+        found = await asyncio.gather(*(self._stats(queue, serving) for queue in sorted(set(queues))))
         return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
 
     async def _stats(self, queue: str, serving: Mapping[str, list[str]]) -> replies.QueueStats | None:
@@ -340,12 +350,14 @@ class RedisStorage(Storage):
                     self._wake_listener.add(f"{key}:wake")
                     leaves.callback(self._wake_listener.remove, f"{key}:wake")
                 elif _is_answer(topic):  # A caller that waited once will wait again: these subscriptions never end.
-                    for channel in (f"{key}:to:{self._client}", f"{key}:to:*"):
+                    for name in (f"to:{self._client}", "to:*"):
+                        channel = f"{key}:{name}{self._suffix}"
                         await self._listener(channel).listen(channel, self._timeout_s)
                 else:
-                    listener = self._listener(f"{key}:events")
-                    await listener.listen(f"{key}:events", self._timeout_s)
-                    leaves.callback(listener.leave, f"{key}:events")
+                    channel = f"{key}:events{self._suffix}"
+                    listener = self._listener(channel)
+                    await listener.listen(channel, self._timeout_s)
+                    leaves.callback(listener.leave, channel)
             return leaves.pop_all().close
 
     def _listener(self, channel: str) -> PubSubListener:
@@ -359,9 +371,9 @@ class RedisStorage(Storage):
         return topic.only == "wake" and not self._servers.clustered
 
     def _on_message(self, channel: str, message: bytes) -> None:
-        key, _, rest = channel.rpartition(":")
-        to_waiters = rest != "events"
-        queue = self._queue(key.removesuffix(":to") if to_waiters else key)
+        key, _, _ = channel.rpartition(":")
+        to_waiters = key.endswith(":to")
+        queue = self._queue(key.removesuffix(":to"))
         try:
             events = list(codec.decode_events(queue, message))
         except codec.UNREADABLE:

@@ -29,6 +29,10 @@ TRY_AGAIN_S = 0.05
 REPEATED = frozenset({"claim", "settle"})
 """Verbs whose unanswered call is repeated under the same number. Not enqueue: the next one may be another request. Not
 extend: the answer to an earlier call says nothing about the lease now."""
+SETTLED = ord("1")
+"""The character of a settlement that was applied, in the reply of `settle`."""
+MAX_IDLE_QUEUES = 1000
+"""How many queues without calls are kept before those are dropped."""
 CLOSED = "the storage was closed"
 KEYS = (
     *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
@@ -64,6 +68,19 @@ class PendingCall:
         return sum(len(item) for item in self.items if not isinstance(item, int))
 
 
+class SentCall(NamedTuple):
+    """A call as it was sent."""
+
+    number: int
+    args: tuple[Argument, ...]
+
+    @property
+    def settlements(self) -> list[tuple[Argument, ...]]:
+        """The items of a settle: worker, id, head, body, extra."""
+        worker, *items = self.args
+        return [(worker, *items[at : at + 4]) for at in range(0, len(items), 4)]
+
+
 class CallQueue:
     """The calls to one queue, in the order in which they were made."""
 
@@ -73,9 +90,15 @@ class CallQueue:
         self._waiting: deque[PendingCall] = deque()
         self._in_flight: set[str] = set()
         """Verbs that have a call without a reply."""
-        self._numbers: dict[str, int] = {}
-        self._unanswered: dict[str, tuple[Argument, ...]] = {}
-        """Arguments of the last call of a verb, if it failed without an answer: the server may still apply it."""
+        self._unanswered: dict[str, SentCall] = {}
+        """The last call of a verb, if it failed without an answer: the server may still apply it."""
+        self._settled: set[tuple[Argument, ...]] = set()
+        """Settlements of a call whose answer arrived after its callers had given up. Each is reported once."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is lost if this object is replaced by a new one."""
+        return not (self._waiting or self._in_flight or self._unanswered or self._settled)
 
     def add(self, call: PendingCall) -> None:
         self._waiting.append(call)
@@ -104,25 +127,51 @@ class CallQueue:
         self._in_flight.add(verb)
         args = (*batch[0].options, *(item for call in batch for item in call.items))
         before = self._unanswered.pop(verb, None)
-        late = False
         # A claim is repeated if the worker is the same, for any number of jobs.
-        if before is not None and (before[1:] == args[1:] if verb == "claim" else before == args):
-            args, late = before, True  # Under the same number: the server applies it once, and its answer arrives now.
+        if before is not None and (before.args[1:] == args[1:] if verb == "claim" else before.args == args):
+            # Under the same number: the server applies it once, and its answer arrives now.
+            sent, deliver = before, partial(self._on_reply, batch, True)
+        elif before is not None and verb == "settle":  # In another batch, a settlement would not be known as done.
+            sent, deliver = before, partial(self._on_late_settle, batch)
         else:
-            self._numbers[verb] = self._numbers.get(verb, 0) + 1
-        deliver = partial(self._on_reply, batch, late, args)
-        self._calls.send(verb, self._key, self._numbers[verb], args, deliver)
+            sent, deliver = SentCall(self._calls.next_number(), args), partial(self._on_reply, batch, False)
+        self._calls.send(verb, self._key, sent.number, sent.args, partial(deliver, sent))
 
-    def _on_reply(self, batch: list[PendingCall], late: bool, args: tuple[Argument, ...], reply: Reply) -> None:
-        verb, start = batch[0].verb, 0
+    def _on_reply(self, batch: list[PendingCall], late: bool, sent: SentCall, reply: Reply) -> None:
+        verb, start, failed = batch[0].verb, 0, isinstance(reply, Exception)
         self._in_flight.discard(verb)
-        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
-            self._unanswered[verb] = args
+        self._note_unanswered(verb, sent, reply)
+        if self._settled and verb == "settle" and not failed:
+            reply = self._with_settled(sent, reply)
         for call in batch:
-            failed = isinstance(reply, Exception)
             resolve(call.future, self._calls.error_of(reply) if failed else CallReply(reply, start, late))
             start += call.count
         self._send_ready()
+
+    def _note_unanswered(self, verb: str, sent: SentCall, reply: Reply) -> None:
+        if isinstance(reply, StorageUnavailable) and verb in REPEATED and not isinstance(reply.__cause__, ServerError):
+            self._unanswered[verb] = sent
+
+    def _on_late_settle(self, batch: list[PendingCall], sent: SentCall, reply: Reply) -> None:
+        """Take the reply to an earlier call, and then make the call of this batch."""
+        if isinstance(reply, StorageUnavailable):
+            self._on_reply(batch, False, sent, reply)
+            return
+        self._in_flight.discard("settle")
+        if not isinstance(reply, Exception):
+            self._settled = {item for item, code in zip(sent.settlements, reply[1], strict=True) if code == SETTLED}
+        self._waiting.extendleft(reversed(batch))
+        self._send_ready()
+
+    def _with_settled(self, sent: SentCall, reply: Reply) -> Reply:
+        """Return a reply in which the settlements of an earlier call count as done."""
+        opened, codes = reply
+        codes = bytearray(codes)
+        for at, item in enumerate(sent.settlements):
+            if item in self._settled:
+                self._settled.remove(item)
+                codes[at] = SETTLED
+        return [opened, bytes(codes)]
 
     def fail_waiting(self) -> None:
         """Fail the calls that were not sent, because the storage closes."""
@@ -137,10 +186,15 @@ class Calls:
     def __init__(self, servers: Servers, client: str, clock: Clock | None, timeout_s: float) -> None:
         self._servers = servers
         self._client = client
+        database = servers.options.database
+        self._suffix = f"@{database}" if database else ""
+        """Follows the name of the client in a call: the library publishes on channels of the database."""
         self._clock = clock
         self._timeout_s = timeout_s
         self._library = Library(SOURCES, clock is not None)
+        self._number = 0
         self._queues: dict[str, CallQueue] = {}
+        self._max_queues = MAX_IDLE_QUEUES
         self._tasks: set[asyncio.Task[Reply]] = set()
 
     def call(
@@ -149,10 +203,18 @@ class Calls:
         """Make a call that changes something. A call with a count of items may be joined with others of its verb."""
         queue = self._queues.get(key)
         if queue is None:
+            if len(self._queues) >= self._max_queues:
+                self._queues = {key: queue for key, queue in self._queues.items() if not queue.is_idle}
+                self._max_queues = 2 * len(self._queues) + MAX_IDLE_QUEUES
             queue = self._queues[key] = CallQueue(self, key)
         call = PendingCall(verb, options, items, count, asyncio.get_running_loop().create_future())
         queue.add(call)
         return call.future
+
+    def next_number(self) -> int:
+        """Return a number above those of all earlier calls, also of calls to a queue that was used before."""
+        self._number += 1
+        return self._number
 
     async def read(self, key: str, verb: str, *args: Argument) -> Reply:
         """Make a call that only reads."""
@@ -180,7 +242,17 @@ class Calls:
     def _command(self, verb: str, key: str, number: int, args: Sequence[Argument]) -> tuple[Argument, ...]:
         name = self._library.enqueue if verb == "enqueue" else self._library.name
         keys = self._keys(key, verb) if self._servers.clustered else (key + ":meta",)
-        return ("FCALL", name, len(keys), *keys, verb, self._client, number or "", *args, *self._injected_time())
+        return (
+            "FCALL",
+            name,
+            len(keys),
+            *keys,
+            verb,
+            self._client + self._suffix,
+            number or "",
+            *args,
+            *self._injected_time(),
+        )
 
     def _injected_time(self) -> tuple[int, ...]:
         return () if self._clock is None else (self._clock.now_us(),)
@@ -193,7 +265,7 @@ class Calls:
     def enqueue_in_multi(self, key: str, shared: str, queue: str, items: Sequence[Argument]) -> tuple[Argument, ...]:
         """Return an enqueue as a command for a caller's pipeline. It has no number: a second copy enqueues again."""
         keys = (f"{key}:meta", f"{shared}:queues")
-        words = (queue, "enqueue", self._client, "", *items, *self._injected_time())
+        words = (queue, "enqueue", self._client + self._suffix, "", *items, *self._injected_time())
         return ("EVAL", self._library.enqueue_in_multi, len(keys), *keys, *words)
 
     async def _routed(self, key: str, args: tuple[Argument, ...], library: Library | None) -> Reply:

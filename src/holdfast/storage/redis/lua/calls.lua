@@ -38,7 +38,8 @@ end
 function calls.run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
   byte, max, min = string.byte, math.max, math.min
-  ARGS, QUEUE, CLIENT = args, sub(keys[1], 1, -#KEY_SUFFIX - 1), args[CLIENT_ARG]
+  ARGS, QUEUE = args, sub(keys[1], 1, -#KEY_SUFFIX - 1)
+  CLIENT, DATABASE = sub(args[CLIENT_ARG], 1, WAITER_BYTES), sub(args[CLIENT_ARG], WAITER_BYTES + 1)
   SINGLE_NODE = #keys == 1 -- in a cluster, a call names all keys
   WALL = clock.wall_clock()
   local verb, number = args[VERB_ARG], args[NUMBER_ARG]

@@ -1,6 +1,6 @@
 -- The time of a queue: mirrors _core/clock.py. `time` is the metadata of the queue.
 
-local STEP_BACK_US, MAX_STEPS = 1000000, 8
+local STEP_BACK_US, MAX_STEPS, NOTE_AFTER_US = 1000000, 8, 60000000
 
 function clock.wall_clock()
   local time = call('TIME')
@@ -18,6 +18,11 @@ function clock.tick(time)
     time[STEPS], time[SKEW] = higher, time[LAST_AT] - WALL
   end
   time[LAST_AT] = max(WALL + time[SKEW], time[LAST_AT])
+end
+
+-- Whether the clock has stepped back since the time of a queue was noted, or that time is a minute old.
+function clock.needs_note(time, noted_at, noted_skew)
+  return time[SKEW] ~= noted_skew or (noted_at > 0 and noted_at <= time[LAST_AT] - NOTE_AFTER_US)
 end
 
 function clock.stamp(time)

@@ -21,7 +21,7 @@ whose slot is being moved.
   {ns/q}:wake       list    at most one token: there may be work
   {ns/q}:floor      string  the last stamp of a queue that was dropped; expires
   {ns/q}:call:CLIENT:VERB   string  that client's last number for this verb, and the reply; expires when idle
-  {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish` in transaction.lua
+  {ns/q}:events, :to:CLIENT, :to:*  sharded channels, see `publish` in transaction.lua; in database N, `@N` follows
   {ns}:queues       set     names of queues; in a cluster it is on another node, and the client calls `list`
   {ns}:workers      hash    worker -> what it announced;  {ns}:beats  zset  worker, by the time at which that expires
   {ns}:notes        hash    name -> forget_at (8 bytes) and value;  {ns}:noted  zset  name, by forget_at
@@ -98,9 +98,10 @@ local TOTALS = DEFERRED_JOBS
 local STEPS, REASON = TOTALS + KINDS + 1, TOTALS + KINDS + 2
 
 -- Per-call variables, set by `run` in calls.lua. The functions of the server are among them: they do not exist yet while a
--- server loads the library. SINGLE_NODE is true if this server has all keys.
+-- server loads the library. SINGLE_NODE is true if this server has all keys. DATABASE is the end of the names of channels:
+-- `@` and a number, or nothing in database 0.
 local call, pack, unpack_from, band, sub, byte, max, min
-local ARGS, QUEUE, CLIENT, WALL, SINGLE_NODE
+local ARGS, QUEUE, CLIENT, DATABASE, WALL, SINGLE_NODE
 
 local FIRST_ARG = 4 -- in ARGS, behind the verb, the client and its number
 

@@ -2,12 +2,14 @@
 
 local ENTRY_FIELDS = 5 -- of `page`: index, member, score, record, lease
 
--- The time and the skew of a queue, and its metadata if there is such a queue.
+-- The time and the skew of a queue, and its metadata if there is such a queue. The last result says whether the time needs
+-- a note.
 local function time_of(queue)
   local meta = metadata.read(queue)
   if not meta then return WALL, 0 end
+  local noted_at, noted_skew = meta[LAST_AT], meta[SKEW]
   clock.tick(meta)
-  return meta[LAST_AT], meta[SKEW], meta
+  return meta[LAST_AT], meta[SKEW], meta, clock.needs_note(meta, noted_at, noted_skew)
 end
 
 -- One character per queue: 1 if it has a job that is due, a lease to take back, or (if asked) a record to forget. A queue whose metadata cannot be read is
@@ -15,12 +17,13 @@ end
 function VERBS.ready()
   local replies, forgotten = {}, ARGS[FIRST_ARG] == '1'
   for at = FIRST_ARG + 1, #ARGS do
-    local ok, now, _, meta = pcall(time_of, ARGS[at])
+    local ok, now, _, meta, needs_note = pcall(time_of, ARGS[at])
     local tx = {queue = ARGS[at], meta = meta}
     local run_at = meta and meta[PAUSED] == 0 and leases.next_run_at(tx)
     local sweep_at = meta and leases.next_sweep_at(tx)
     local is_ready = not ok or (run_at and run_at <= now) or (sweep_at and sweep_at <= now)
       or (forgotten and meta and meta[FORGET_AT] <= now)
+    if needs_note and not is_ready and call('EXISTS', ARGS[at] .. ':jobs') == 1 then metadata.write(ARGS[at], meta) end
     replies[#replies + 1] = is_ready and '1' or '0'
   end
   return table.concat(replies)

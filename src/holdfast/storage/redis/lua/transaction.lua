@@ -37,9 +37,9 @@ local function append(list, first, second)
 end
 
 local function begin(queue, meta, opened)
-  local skew = meta[SKEW]
+  local noted_at, noted_skew = meta[LAST_AT], meta[SKEW]
   clock.tick(meta)
-  return {queue = queue, meta = meta, time = meta, now = meta[LAST_AT], skew = skew, opened = opened, entries = {},
+  return {queue = queue, meta = meta, time = meta, now = meta[LAST_AT], noted_at = noted_at, noted_skew = noted_skew, opened = opened, entries = {},
     changed = {}, writes = {zadd = {}, zrem = {}}}
 end
 
@@ -109,7 +109,7 @@ local function load(tx, ids)
 end
 
 local function listened_to(tx)
-  if tx.listened == nil then tx.listened = call('PUBSUB', 'SHARDNUMSUB', tx.queue .. ':events')[2] > 0 end
+  if tx.listened == nil then tx.listened = call('PUBSUB', 'SHARDNUMSUB', tx.queue .. ':events' .. DATABASE)[2] > 0 end
   return tx.listened
 end
 
@@ -207,9 +207,9 @@ end
 -- Publish the events of the step to the listeners of the queue, and the ends of jobs to the clients that wait for them: one
 -- message per channel. A message is a hint: a user without the permission to publish loses only the hint.
 local function publish(tx)
-  if tx.events then redis.pcall('SPUBLISH', tx.queue .. ':events', table.concat(tx.events)) end
+  if tx.events then redis.pcall('SPUBLISH', tx.queue .. ':events' .. DATABASE, table.concat(tx.events)) end
   for client, packed in pairs(tx.inboxes or {}) do
-    redis.pcall('SPUBLISH', tx.queue .. ':to:' .. client, table.concat(packed))
+    redis.pcall('SPUBLISH', tx.queue .. ':to:' .. client .. DATABASE, table.concat(packed))
   end
 end
 
@@ -218,8 +218,7 @@ local function wake(tx)
   if redis.pcall('LLEN', tx.queue .. ':wake') == 0 then redis.pcall('LPUSH', tx.queue .. ':wake', '1') end
 end
 
--- Write the changes. A step without changes writes nothing, not even the time of the queue, unless it was the first to see
--- the clock step back.
+-- Write the changes. A step without changes writes nothing but the time of the queue, if that needs a note.
 function transaction.close(tx)
   if tx.opened == 1 then transaction.relist('SADD', tx.queue) end
   if #tx.changed > 0 or tx.noted then
@@ -230,7 +229,7 @@ function transaction.close(tx)
     if tx.ready then wake(tx) end
   elseif tx.opened == 1 then
     metadata.write(tx.queue, metadata.new(tx.queue))
-  elseif tx.time[SKEW] ~= tx.skew then
+  elseif clock.needs_note(tx.time, tx.noted_at, tx.noted_skew) then
     metadata.write(tx.queue, tx.meta)
   end
 end
