@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import struct
@@ -13,8 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis.asyncio
 
-from holdfast import Holdfast, Queue
+from holdfast import Failure, Holdfast, Queue
 from tests import servers
 from tests.app.conftest import until
 
@@ -173,13 +175,19 @@ async def test_a_lost_lease_is_refused_by_settle_and_by_extend(queue: Queue, sta
     assert await queue.cancel("yours")
 
 
+def call_server(
+    server: servers.Server, function: str, key: str, verb: str, number: int | str, *args: bytes | str
+) -> Any:
+    return server.command("FCALL", function, "1", f"{key}:meta", verb, "twelve-chars", number, *args)
+
+
 async def test_calls_written_as_on_the_wire_page_work_and_repeats_change_nothing(
     queue: Queue, library: str, server: servers.Server
 ) -> None:
     name = library.partition("\n")[0].removeprefix("#!lua name=")
 
     def call(verb: str, number: int | str, *args: bytes | str, key: str = "{hf/loud}", function: str = name) -> Any:
-        return server.command("FCALL", function, "1", f"{key}:meta", verb, "twelve-chars", number, *args)
+        return call_server(server, function, key, verb, number, *args)
 
     head = struct.pack("<8BQQ", 5, 1, 1, 0, 0, 0, 0, 0, 0, 0)
     items = ("one", head, "", '{"text": "one"}', "two", head, "", '{"text": "two"}')
@@ -216,3 +224,83 @@ async def test_calls_written_as_on_the_wire_page_work_and_repeats_change_nothing
     assert call("announce", 1, "w", facts, "60000", key="{hf}") == 0
     assert (await queue.stats()).workers == ["w"]
     assert (await queue.sweep(worker="w")).stalled == ["two"]
+
+
+async def test_operator_verbs_written_as_on_the_wire_page_work(
+    queue: Queue, library: str, server: servers.Server
+) -> None:
+    name = library.partition("\n")[0].removeprefix("#!lua name=")
+
+    def call(verb: str, number: int | str, *args: bytes | str) -> Any:
+        return call_server(server, name, "{hf/loud}", verb, number, *args)
+
+    for id in ("run", "wait", "stop"):
+        await queue.enqueue({"text": id}, id=id)
+    assert call("ready", "", "0", "{hf/loud}", "{hf/none}") == b"10"
+    claimed = call("claim", 1, "1", "w", "60000")
+    (fence,) = struct.unpack("<Q", claimed[5])
+    assert call("cancel", 1, "run", "stop", "none") == b"acm"
+    assert call("keep", 1, "60000", "0", "run", "stop", "none") == b"lkm"
+    _, _, _, (lease, _) = call("get", "", "run", "wait")
+    flags, held, lease_ms, _, size = struct.unpack_from("<BQIQH", lease)
+    assert (flags & 2, held, lease_ms, lease[23 : 23 + size]) == (2, fence, 60_000, b"w")
+    assert call("pause", 1, "1", "by hand") == 0
+    assert (await queue.stats()).reason == "by hand"
+    stats = call("stats", "")
+    assert (stats[1], stats[4], stats[8], len(stats[10])) == (1, [1, 0, 0, 1], 1, 15)
+    marked, back, deleted, more, _ = call("sweep", 1, "100", "w")
+    assert (marked, back, deleted, more) == ([], [b"run"], 0, 0)
+    assert call("purge", 1, "100", "145") == 3
+    assert call("drop", 1, "100") == 0
+    assert call("stats", "") is None
+
+
+async def test_messages_and_fail_handlers_are_as_on_the_wire_page(server: servers.Server, library: str) -> None:
+    name = library.partition("\n")[0].removeprefix("#!lua name=")
+    app: Holdfast[Any] = Holdfast(server.url)
+    failures: list[Any] = []
+
+    @app.task(name="fragile")
+    async def fragile(text: str) -> None: ...
+
+    @fragile.on_failure
+    async def note(failure: Failure) -> None:
+        failures.append((failure.error.type, failure.payload.text))
+
+    channels = ["{hf/fragile}:events", "{hf/fragile}:to:twelve-chars"]
+    async with redis.asyncio.Redis(host=servers.HOST, port=server.port, protocol=3) as client, app:
+        pubsub = client.pubsub()
+        await pubsub.execute_command("SSUBSCRIBE", *channels)
+        await until(lambda: server.command("PUBSUB", "SHARDNUMSUB", *channels)[1::2] == [1, 1])
+
+        def call(verb: str, number: int | str, *args: bytes | str) -> Any:
+            function = f"{name}_enqueue" if verb == "enqueue" else name
+            return call_server(server, function, "{hf/fragile}", verb, number, *args)
+
+        head = struct.pack("<8BQQ", 5, 1, 1, 0, 0, 0, 0, 0, 0, 60_000)
+        call("enqueue", 1, "one", head, "", '{"text": "one"}')
+        (fence,) = struct.unpack("<Q", call("claim", 1, "1", "w", "60000")[5])
+        error = {"type": "Oops", "message": "it broke", "kind": "permanent"}
+        counts = {"run_at": 1, "attempts": 1, "retries": 0, "stalls": 0, "timeouts": 0}
+        payload = json.dumps({"error": error, **counts, "codec": "json", "form": "json", "payload": {"text": "one"}})
+        failed = struct.pack("<BQQQBB", 2, fence, 60_000, 0, 1, 0)
+        call("settle", 1, "w", "one", failed, json.dumps(error), struct.pack("<BH", 5, 0) + payload.encode())
+        heard = [read_message(await pubsub.parse_response()) for _ in range(6)][2:]
+        kinds = [(channel.rpartition("}")[2], kind, id, outcome[:1]) for channel, kind, id, outcome in heard]
+        ends = [(":events", 6, b"one", b""), (":to:twelve-chars", 6, b"one", b"\4")]
+        assert kinds == [(":events", 1, b"one", b""), (":events", 4, b"one", b""), *ends]
+        await pubsub.aclose()
+        async with app.worker():
+            await until(lambda: bool(failures))
+    assert failures == [("Oops", "one")]
+
+
+def read_message(reply: Any) -> tuple[str, int, bytes, bytes]:
+    """The channel of a message, and the kind, the id and the outcome of its first event."""
+    _, channel, message = reply
+    if not isinstance(message, bytes):
+        return channel.decode(), 0, b"", b""
+    kind, _, _, id_size, outcome_size = struct.unpack_from("<BQQII", message)
+    id, outcome = message[25 : 25 + id_size], message[25 + id_size :]
+    assert len(outcome) == outcome_size
+    return channel.decode(), kind, id, outcome

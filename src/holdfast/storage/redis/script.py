@@ -17,7 +17,18 @@ LAYOUT = 3
 """The layout of keys and records that this version reads and writes. It refuses all others."""
 SHARED = "keyspace"
 """The file whose locals are visible in all others. Every other file is joined as a block."""
-ENQUEUE_FILES = (SHARED, "clock", "record", "lifecycle", "metadata", "transaction", "fast", "enqueue", "calls")
+ENQUEUE_FILES = (
+    SHARED,
+    "clock",
+    "record",
+    "arguments",
+    "lifecycle",
+    "metadata",
+    "transaction",
+    "fast",
+    "enqueue",
+    "calls",
+)
 """The files that an enqueue needs."""
 FILES = (*ENQUEUE_FILES[:-1], "leases", "verbs", "reads", "audit", "workers", "calls")
 """All files in the order in which they are joined: a file uses only the files before it."""

@@ -1,6 +1,6 @@
 -- Numbered calls, and `run`, the entry point of every call of the library.
 
-local VERB_ARG, CLIENT_ARG, NUMBER_ARG = 1, 2, 3
+local NUMBER_ARG = 3 -- behind the verb and the client
 local KEY_SUFFIX = ':meta'
 local NUMBER = '<I8'
 local WRITES = {'SET', 'HSET', 'HDEL', 'ZADD', 'ZREM'}
@@ -39,10 +39,14 @@ function calls.run(keys, args)
   call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
   byte, max, min = string.byte, math.max, math.min
   ARGS, QUEUE = args, sub(keys[1], 1, -#KEY_SUFFIX - 1)
-  CLIENT, DATABASE = sub(args[CLIENT_ARG], 1, WAITER_BYTES), sub(args[CLIENT_ARG], WAITER_BYTES + 1)
+  local verb, sender, number = unpack(args, 1, NUMBER_ARG)
+  if not VERBS[verb] or not sender or #sender < WAITER_BYTES or not number or sub(keys[1], #QUEUE + 1) ~= KEY_SUFFIX then
+    arguments.refuse('a call has a key that ends in :meta, a verb, a client of 12 characters and a number')
+  end
+  CLIENT, DATABASE = sub(sender, 1, WAITER_BYTES), sub(sender, WAITER_BYTES + 1)
+  if DATABASE ~= '' and not string.find(DATABASE, '^@[0-9]+$') then arguments.refuse('only @ and a number follow a client') end
   SINGLE_NODE = #keys == 1 -- in a cluster, a call names all keys
   WALL = clock.wall_clock()
-  local verb, number = args[VERB_ARG], args[NUMBER_ARG]
   if number == '' then return VERBS[verb]() end
-  return once(verb, tonumber(number))
+  return once(verb, arguments.number('the number of a call', number, 1, NEVER))
 end

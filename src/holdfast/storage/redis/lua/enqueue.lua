@@ -2,18 +2,27 @@
 -- storage/local/engine.py.
 
 local REQUEST, ENQUEUED = '<BBBBBBBBI8I8', '<BBI8'
-local REQUEST_ARGS = 4 -- id, head, terms, payload
+local REQUEST_ARGS, REQUEST_BYTES = 4, 24 -- id, head, terms, payload
 -- In a reply: the position of the cached outcomes, and of the outcome in one of these: the number of the request, the
 -- outcome, the id, the generation.
 local CACHED_OUTCOMES, CACHED_OUTCOME = 3, 2
 
-local start_plain = fast.start_plain
+local start_plain, refuse, check_terms = fast.start_plain, arguments.refuse, arguments.terms
 
 local function read_request(head)
+  if #head ~= REQUEST_BYTES then refuse('the head of a request must have ' .. REQUEST_BYTES .. ' bytes') end
   local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
     unpack_from(REQUEST, head)
-  local extended = band(has_payload, EXTENDED) ~= 0
-  has_payload = has_payload % 2 == 1
+  local extended, flags = has_payload >= EXTENDED, has_payload % EXTENDED
+  if priority > 9 or has_payload > EXTENDED + 1 or max(flags, custom_id, updates, takes_payload, resets_counts) > 1
+    or rule > IF_EARLIER or when > WALL_TIME then
+    refuse('the head of a request has a code that does not exist')
+  elseif at > (when == WALL_TIME and arguments.LAST_WALL_AT or arguments.MAX_MS) or keep_ms > arguments.MAX_MS
+    or (when == WALL_TIME and at == 0) then
+    refuse('the head of a request has a time that is out of range')
+  end
+  has_payload = flags == 1
+  if not has_payload and (updates == 0 or takes_payload == 1) then refuse('a request has no payload') end
   return {client = CLIENT, priority = priority, has_payload = has_payload, custom_id = custom_id == 1, extended = extended,
     starts_fast = fast.starts(when, has_payload, extended), updates = updates == 1, takes_payload = takes_payload == 1,
     rule = rule, resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '',
@@ -44,7 +53,7 @@ function enqueue.all(tx, ids, request_at, replies, outcomes)
 end
 
 function VERBS.enqueue()
-  local ids, heads, replies, outcomes = transaction.ids_from(FIRST_ARG, REQUEST_ARGS), {}, {}, {}
+  local ids, heads, terms, replies, outcomes = arguments.ids(FIRST_ARG, REQUEST_ARGS), {}, {}, {}, {}
   local tx = transaction.open(QUEUE)
   transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)
   enqueue.all(tx, ids, function(at)
@@ -58,10 +67,12 @@ function VERBS.enqueue()
     request.id, request.terms = ids[at], ARGS[first + 2]
     request.payload = request.has_payload and ARGS[first + 3] or nil
     if request.extended then -- #terms I2, terms, extension
-      local packed, extension_at = request.terms, nil
-      request.terms, extension_at = record.sized_at('<I2', packed, 1)
-      request.work_extension = sub(packed, extension_at)
+      local ok, own, extension_at = pcall(record.sized_at, '<I2', request.terms, 1)
+      if not ok then refuse('the terms are cut off') end
+      request.work_extension = arguments.extension(sub(request.terms, extension_at))
+      request.terms = own
     end
+    if request.terms ~= '' then check_terms(request.terms, terms) end
     return request
   end, replies, outcomes)
   transaction.close(tx)

@@ -107,6 +107,6 @@ local FIRST_ARG = 4 -- in ARGS, behind the verb, the client and its number
 
 -- One table per file. A verb is a function without parameters that reads ARGS. REPEATS makes the reply to a repeated call
 -- from the kept reply of the first; KEPT_AS makes the reply to keep.
-local clock, record, lifecycle, metadata, transaction = {}, {}, {}, {}, {}
+local clock, record, arguments, lifecycle, metadata, transaction = {}, {}, {}, {}, {}, {}
 local fast, enqueue, leases, calls = {}, {}, {}, {}
 local VERBS, REPEATS, KEPT_AS = {}, {}, {}

@@ -11,6 +11,7 @@ function metadata.view_of(job)
 end
 
 function metadata.new(queue)
+  arguments.queue(queue)
   local meta = {LAYOUT_MARK + LAYOUT}
   for field = LAST_AT, TOTALS + KINDS do meta[field] = 0 end
   meta[LAST_STAMP], meta[FORGET_AT] = tonumber(call('GET', queue .. ':floor') or 0), NEVER

@@ -12,8 +12,8 @@ local function time_of(queue)
   return meta[LAST_AT], meta[SKEW], meta, clock.needs_note(meta, noted_at, noted_skew)
 end
 
--- One character per queue: 1 if it has a job that is due, a lease to take back, or (if asked) a record to forget. A queue whose metadata cannot be read is
--- 1 as well: the claim of that queue then returns the error, and other queues are not affected.
+-- One character per queue: 1 if it has a job that is due, a lease to take back, or (if asked) a record to forget. A queue whose
+-- metadata cannot be read is 1 as well: the claim of that queue then returns the error, and other queues are not affected.
 function VERBS.ready()
   local replies, forgotten = {}, ARGS[FIRST_ARG] == '1'
   for at = FIRST_ARG + 1, #ARGS do
@@ -30,7 +30,7 @@ function VERBS.ready()
 end
 
 function VERBS.get()
-  local ids = transaction.ids_from(FIRST_ARG, 1)
+  local ids = arguments.ids(FIRST_ARG, 1)
   local now, skew = time_of(QUEUE)
   local raws, runs = transaction.records(QUEUE, ids)
   return {now, skew, raws, runs}

@@ -184,4 +184,4 @@ local function decode(id, raw, run)
 end
 
 record.encode, record.decode, record.encode_run, record.decode_run = encode, decode, encode_run, decode_run
-record.encode_outcome, record.sized_at = encode_outcome, sized_at
+record.encode_outcome, record.sized_at, record.split_extension = encode_outcome, sized_at, split_extension

@@ -8,13 +8,6 @@ local view_of = metadata.view_of
 -- The entry of a job that fast.lua has settled in this step.
 transaction.REMOVED = {}
 
--- The ids among the arguments: every `step`-th argument, from `first` on.
-function transaction.ids_from(first, step)
-  local ids = {}
-  for at = first, #ARGS, step do ids[#ids + 1] = ARGS[at] end
-  return ids
-end
-
 -- The index that a job is in: its key, its score and its member there.
 local function index_of(job)
   if job.outcome then return INDEXES[job.outcome.state], job.outcome.forget_at, job.id end

@@ -1,11 +1,14 @@
 -- The verbs that change jobs, except `enqueue`. Mirrors storage/local/engine.py.
 
-local ids_from, append, enter, record_change = transaction.ids_from, transaction.append, transaction.enter, transaction.record_change
+local append, enter, record_change = transaction.append, transaction.enter, transaction.record_change
+local ids_from, refuse, number, worker_name = arguments.ids, arguments.refuse, arguments.number, arguments.worker
 local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
 local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
 local MAX_CALL_BYTES = 1048576
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
+local SETTLEMENT_BYTES, MAX_LIMIT, MAX_SWEEP, MAX_PAGE, MAX_REASON_BYTES = 27, 250, 100, 200, 2000
+local MAX_MS, LAST_WALL_AT = arguments.MAX_MS, arguments.LAST_WALL_AT
 local PAGE = leases.PAGE
 local ALL_STATES = WAITING .. RUNNING .. COMPLETED .. FAILED .. CANCELLED
 -- Positions in the reply to a claim. Jobs are in pairs: id, record.
@@ -52,8 +55,9 @@ local function due(tx, limit)
 end
 
 function VERBS.claim()
+  arguments.count(3)
   local limit, worker, lease_ms = unpack(ARGS, FIRST_ARG)
-  limit, lease_ms = tonumber(limit), tonumber(lease_ms)
+  limit, worker, lease_ms = number('the limit', limit, 1, MAX_LIMIT), worker_name(worker), arguments.lease(lease_ms)
   local tx = transaction.find(QUEUE)
   if not tx then return {WALL, -1, -1, 0, {}, '', 0} end
   local sweep_at = leases.next_sweep_at(tx)
@@ -120,34 +124,50 @@ function KEPT_AS.claim(reply)
   return kept
 end
 
+local PLUS = 43
 local COUNTS = {'retries', 'stalls', 'timeouts'}
 
 local function read_settlement(head, body, extra)
-  local kind, fence, first, second, has_body, number = unpack_from(SETTLEMENT, head)
+  if #head ~= SETTLEMENT_BYTES then refuse('the head of a settlement must have ' .. SETTLEMENT_BYTES .. ' bytes') end
+  local kind, fence, first, second, has_body, counts = unpack_from(SETTLEMENT, head)
+  if kind < COMPLETE or kind > RELEASE or has_body > 1 or counts > 3 or (kind == RETRY and counts == 0) then
+    refuse('the head of a settlement has a code that does not exist')
+  elseif fence > NEVER or first > MAX_MS or second > (kind == RETRY and LAST_WALL_AT or MAX_MS) then
+    refuse('the head of a settlement has a number that is out of range')
+  end
   local bytes = has_body == 1 and body or nil
   if kind == COMPLETE then
+    if extra ~= 'json' then arguments.codec(extra) end
     return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra}
   elseif kind == FAIL then
     return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra}
   end
-  return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[number]}
+  return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[counts]}
 end
 
-local function read_follow_up(id, packed)
+local function split_follow_up(packed)
   local priority, size, at = unpack_from(FOLLOW_UP, packed)
   local terms, extension = sub(packed, at, at + size - 1), ''
   at = at + size
-  if band(priority, EXTENDED) ~= 0 then
+  if priority >= EXTENDED then
     priority = priority - EXTENDED
     extension, at = record.sized_at('<I4', packed, at)
+    arguments.extension(extension)
   end
+  if priority > 9 or at > #packed + 1 then error('garbled') end
+  return priority, arguments.terms(terms, {}), extension, at
+end
+
+local function read_follow_up(id, packed)
+  local ok, priority, terms, extension, at = pcall(split_follow_up, packed)
+  if not ok or sub(QUEUE, -7) == '/failed' then refuse('the follow-up of a failure is not valid') end
   return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
     custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT,
     starts_fast = fast.starts(NOW, true, extension ~= '')}
 end
 
 function VERBS.settle()
-  local worker, first, replies, follow_ups = ARGS[FIRST_ARG], FIRST_ARG + 1, {}, {}
+  local worker, first, replies, follow_ups = worker_name(ARGS[FIRST_ARG]), FIRST_ARG + 1, {}, {}
   local ids = ids_from(first, SETTLEMENT_ARGS)
   local tx = transaction.find(QUEUE)
   if not tx then return {0, string.rep('0', #ids)} end
@@ -212,10 +232,12 @@ local function change_each(ids, missing, step)
 end
 
 function VERBS.extend()
-  local worker, lease_ms, first = ARGS[FIRST_ARG], tonumber(ARGS[FIRST_ARG + 1]), FIRST_ARG + 2
+  local worker, lease_ms, first = worker_name(ARGS[FIRST_ARG]), arguments.lease(ARGS[FIRST_ARG + 1]), FIRST_ARG + 2
   return change_each(ids_from(first, LEASE_ARGS), 'l', function(job, now, at)
     local _, fence, progress = unpack(ARGS, first + LEASE_ARGS * (at - 1), first + LEASE_ARGS * at - 1)
-    if not lifecycle.holds(job, worker, tonumber(fence)) then return job, 'l' end
+    fence = number('a fence', fence, 0, NEVER)
+    if progress ~= '' and byte(progress) ~= PLUS then refuse('progress must be empty, or + and a JSON value') end
+    if not lifecycle.holds(job, worker, fence) then return job, 'l' end
     lifecycle.extend(job, lease_ms, progress ~= '' and sub(progress, 2) or nil, now)
     return job, job.run.cancel_asked and 'c' or 'k'
   end)
@@ -226,24 +248,29 @@ function VERBS.cancel()
 end
 
 function VERBS.keep()
-  local ttl_ms, at_least = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1] == '1'
+  local ttl_ms, at_least = number('a length in ms', ARGS[FIRST_ARG], 0, MAX_MS), ARGS[FIRST_ARG + 1]
+  at_least = number('at_least', at_least, 0, 1) == 1
   return change_each(ids_from(FIRST_ARG + 2, 1), 'm', function(job, now)
     return job, lifecycle.keep(job, ttl_ms, at_least, CLIENT, now)
   end)
 end
 
 function VERBS.pause()
+  arguments.count(2)
+  local paused = number('paused', ARGS[FIRST_ARG], 0, 1)
+  if #ARGS[FIRST_ARG + 1] > MAX_REASON_BYTES then refuse('a reason has at most ' .. MAX_REASON_BYTES .. ' bytes') end
   local found = metadata.read(QUEUE)
   local meta = found or metadata.new(QUEUE)
-  meta[PAUSED], meta[REASON] = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]
+  meta[PAUSED], meta[REASON] = paused, ARGS[FIRST_ARG + 1]
   metadata.write(QUEUE, meta)
   if not found then transaction.relist('SADD', QUEUE) end
   return found and 0 or 1
 end
 
 function VERBS.sweep()
-  local limit, worker = tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]
-  if worker == '' then worker = nil end
+  arguments.count(2)
+  local limit, worker = number('the limit', ARGS[FIRST_ARG], 1, MAX_SWEEP), ARGS[FIRST_ARG + 1]
+  worker = worker ~= '' and worker_name(worker) or nil
   local tx = transaction.find(QUEUE)
   if not tx then return {{}, {}, 0, 0, -1} end
   local overdue, stalled, more = leases.sweep(tx, limit, worker)
@@ -304,14 +331,18 @@ local function purge(tx, limit, wanted)
 end
 
 function VERBS.purge()
+  arguments.count(2)
+  local limit, wanted = number('the limit', ARGS[FIRST_ARG], 1, MAX_PAGE), ARGS[FIRST_ARG + 1]
+  if string.find(wanted, '[^1-5]') then refuse('a state is a number from 1 to 5') end
   local tx = transaction.find(QUEUE)
-  return tx and purge(tx, tonumber(ARGS[FIRST_ARG]), ARGS[FIRST_ARG + 1]) or 0
+  return tx and purge(tx, limit, wanted) or 0
 end
 
 function VERBS.drop()
-  local tx = transaction.find(QUEUE)
+  arguments.count(1)
+  local limit, tx = number('the limit', ARGS[FIRST_ARG], 1, MAX_PAGE), transaction.find(QUEUE)
   if not tx then return 0 end
-  purge(tx, tonumber(ARGS[FIRST_ARG]), ALL_STATES)
+  purge(tx, limit, ALL_STATES)
   local left = call('HLEN', QUEUE .. ':jobs')
   if left > 0 then return left end
   call('SET', QUEUE .. ':floor', string.format('%.0f', tx.meta[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)

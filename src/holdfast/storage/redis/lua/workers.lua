@@ -2,20 +2,31 @@
 -- so that a worker can start and drain it. A worker has one record for the whole namespace, on the wall clock.
 
 local ANNOUNCED, EXPIRED_PER_CALL = '<I8I8B', 10 -- beat_at, expires_at, evict_asked, then the facts
-local ANNOUNCED_BYTES = 17
+local ANNOUNCED_BYTES, MAX_FACTS_BYTES = 17, 65536
 local NOTE, NOTE_BYTES, FORGOTTEN_PER_CALL = '<I8', 8, 250 -- forget_at, then the value
 
 function VERBS.list()
+  arguments.namespace()
+  arguments.queue_name(ARGS[FIRST_ARG])
   return call('SADD', QUEUE .. ':queues', ARGS[FIRST_ARG])
 end
 
 function VERBS.layout()
+  arguments.namespace()
+  if tonumber(ARGS[FIRST_ARG]) ~= LAYOUT then arguments.refuse('the layout of this library is ' .. LAYOUT) end
   call('SET', QUEUE .. ':layout', ARGS[FIRST_ARG], 'NX')
   return call('GET', QUEUE .. ':layout')
 end
 
 function VERBS.announce()
+  arguments.count(3)
+  arguments.namespace()
   local worker, facts, ttl_ms = unpack(ARGS, FIRST_ARG)
+  worker, ttl_ms = arguments.worker(worker), arguments.lease(ttl_ms)
+  local ok, map = pcall(cmsgpack.unpack, facts)
+  if not ok or type(map) ~= 'table' or #facts > MAX_FACTS_BYTES then
+    arguments.refuse('facts must be a msgpack map of at most ' .. MAX_FACTS_BYTES .. ' bytes')
+  end
   for _, expired in ipairs(call('ZRANGEBYSCORE', QUEUE .. ':beats', '-inf', WALL, 'LIMIT', 0, EXPIRED_PER_CALL)) do
     call('ZREM', QUEUE .. ':beats', expired)
     call('HDEL', QUEUE .. ':workers', expired)
