@@ -433,8 +433,8 @@ async def test_an_outcome_whose_sizes_do_not_add_up_is_garbled(stage: Stage, sab
         await stage.fail(await stage.claim_one())
     for id, size in (("a", 5), ("b", 7), ("c", 2**31)):
         raw = saboteur.raw(id)
-        assert raw.count(struct.pack("<I", 6) + b"json") == 1
-        saboteur.overwrite(id, raw.replace(struct.pack("<I", 6) + b"json", struct.pack("<I", size) + b"json"))
+        assert raw.count(struct.pack("<I", 6) + b"w1json") == 1
+        saboteur.overwrite(id, raw.replace(struct.pack("<I", 6) + b"w1json", struct.pack("<I", size) + b"w1json"))
     for id in "abc":
         assert_damaged(await stage.get(id))
     assert await stage.keep("a", 60) is KeepResult.KEPT
