@@ -176,9 +176,15 @@ async def test_a_lost_lease_is_refused_by_settle_and_by_extend(queue: Queue, sta
 
 
 def call_server(
-    server: servers.Server, function: str, key: str, verb: str, number: int | str, *args: bytes | str
+    server: servers.Server,
+    function: str,
+    key: str,
+    verb: str,
+    number: int | str,
+    *args: bytes | str,
+    client: str = "twelve-chars",
 ) -> Any:
-    return server.command("FCALL", function, "1", f"{key}:meta", verb, "twelve-chars", number, *args)
+    return server.command("FCALL", function, "1", f"{key}:meta", verb, client, number, *args)
 
 
 async def test_calls_written_as_on_the_wire_page_work_and_repeats_change_nothing(
@@ -232,7 +238,7 @@ async def test_operator_verbs_written_as_on_the_wire_page_work(
     name = library.partition("\n")[0].removeprefix("#!lua name=")
 
     def call(verb: str, number: int | str, *args: bytes | str) -> Any:
-        return call_server(server, name, "{hf/loud}", verb, number, *args)
+        return call_server(server, name, "{hf/loud}", verb, number, *args, client="operator-one")
 
     for id in ("run", "wait", "stop"):
         await queue.enqueue({"text": id}, id=id)
