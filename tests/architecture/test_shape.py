@@ -21,15 +21,15 @@ BUDGETS = {
     "_core": 3_030,
     "_client": 2_160,
     "_worker": 4_090,
-    "storage": 8_630,
-    "storage/conformance": 3_110,
+    "storage": 9_040,
+    "storage/conformance": 3_160,
     "cli": 2_190,
     "": 350,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 18_170
+WITHOUT_CLI = 18_580
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""
