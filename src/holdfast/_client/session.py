@@ -15,7 +15,6 @@ from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
 from holdfast.errors import NotOpen, OptionError
 from holdfast.storage import Storage, connect
-from holdfast.storage.urls import redact
 
 
 def check_shared(url: str | None) -> None:
@@ -73,7 +72,7 @@ class Session:
         self._users_in_rehearsal = 0
 
     def __repr__(self) -> str:
-        return redact(repr(self._storage))
+        return repr(self._storage)
 
     @property
     def storage(self) -> Storage:

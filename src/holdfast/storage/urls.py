@@ -35,13 +35,29 @@ def connect(
     return opener(url, parts, options)
 
 
+_SECRET_OPTION = re.compile(
+    r"([?&][^=&]*(?:pass|pwd|secret|token|auth|cred|api_?key)[^=&]*=).*", re.IGNORECASE | re.DOTALL
+)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=:/)", re.IGNORECASE)
+_HOST = r"(?:[\w.%-]*|\[[\da-f:.]+\])(?::\d*)?"
+_WELL_FORMED = re.compile(
+    rf"sqlite:///[^?#@]*(?:\?\w+=\w*)*"  # A path may have any character.
+    rf"|[a-z][a-z0-9+.-]*://(?:\*\*\*@)?{_HOST}(?:,{_HOST})*(?:/[\w.-]*)*(?:\?\w+=[^&#@]*(?:&\w+=[^&#@]*)*)?"
+    r"|[\w./-]*",
+    re.IGNORECASE,
+)
+
+
 def redact(url: str) -> str:
-    """Return a URL without anything that could be a password, also if the URL is malformed."""
-    head, at, tail = url.rpartition("@")
-    if at:
-        scheme, slashes, _ = head.partition("://")
-        url = f"{scheme if slashes else ''}{slashes}***@{tail}"
-    return re.sub(r"(?i)((?:pass|pwd|secret|token|auth|cred|api_?key)[^=&]*=)[^&#]*", r"\1***", url)
+    """Return a URL without anything that could be a password. Of a malformed one only the scheme is left, because any
+    other part may belong to a password with characters that should have been quoted."""
+    scheme = _SCHEME.match(url)
+    _, at, tail = url.rpartition("@")
+    shown = f"{scheme[0] if scheme else ''}://***@{tail}" if at else url
+    shown = _SECRET_OPTION.sub(r"\1***", shown)
+    if _WELL_FORMED.fullmatch(shown) and (scheme or not at):
+        return shown
+    return f"{scheme[0]}://***" if scheme else "***"
 
 
 def _split(url: str) -> SplitResult:
@@ -49,13 +65,13 @@ def _split(url: str) -> SplitResult:
         raise OptionError(f"a storage URL must be text like {DEFAULT_URL!r}, not {type(url).__name__}")
     try:
         return urlsplit(url)
-    except ValueError as error:
-        raise OptionError(f"{redact(url)!r:.120} is not a URL ({error}): use one like {DEFAULT_URL!r}") from None
+    except ValueError:  # Its message quotes parts of the URL.
+        raise OptionError(f"{redact(url)!r:.120} is not a URL: use one like {DEFAULT_URL!r}") from None
 
 
 def _sqlite(url: str, parts: SplitResult, options: dict[str, Any]) -> Storage:
     path = unquote(parts.path[1:])
-    if parts.netloc or not path or path == ":memory:" or "\0" in path:
+    if url[len(parts.scheme) :][:4] != ":///" or not path or path == ":memory:" or "\0" in path:
         raise OptionError(
             f"{redact(url)!r:.120} does not name a file:"
             " use sqlite:///jobs.db (relative), sqlite:////srv/jobs.db (absolute) or memory://"

@@ -22,6 +22,7 @@ from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
 from holdfast.storage.local.table import Change, Found, Place, QueueMeta, count, index_of, view_of
+from holdfast.storage.urls import redact
 from holdfast.storage.validation import id_bytes
 
 T = TypeVar("T")
@@ -247,7 +248,7 @@ class MemoryStorage(LocalStorage):
         self._opened = 0
 
     def __repr__(self) -> str:
-        return f"<MemoryStorage memory://{self.name}>"
+        return f"<MemoryStorage {redact(f'memory://{self.name}')}>"
 
     async def _open(self) -> None:
         with self._lock:
