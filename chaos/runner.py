@@ -34,9 +34,8 @@ from chaos.settings import (
     ending,
     profile,
 )
-from holdfast import Holdfast, HoldfastError
+from holdfast import Holdfast, HoldfastError, Stats
 from holdfast._core.events import EventKind, Topic
-from holdfast._core.replies import QueueStats
 from tests.processes import MARK, marked, send
 
 ROOT = Path(__file__).parents[1]
@@ -259,7 +258,7 @@ class Runner:
         return [pid for pid in marked(self.mark) if pid != os.getpid()]
 
 
-async def record_sample(app: Holdfast[Any]) -> list[QueueStats]:
+async def record_sample(app: Holdfast[Any]) -> list[Stats]:
     stats = (await app.stats()).queues
     queues = {queue.queue: (queue.ready, queue.totals.get("claimed", 0)) for queue in stats}
     history.writer().write(history.Sample(queues=queues))

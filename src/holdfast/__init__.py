@@ -7,8 +7,9 @@ from holdfast._core import platform as _platform  # noqa: F401 # pyright: ignore
 from holdfast import errors
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
-from holdfast._client.queue import JobInfo, Queue, Stats
+from holdfast._client.queue import JobInfo, Queue
 from holdfast._client.request import BoundRequest, Handle
+from holdfast._client.stats import AppStats, LiveWorker, Stats
 from holdfast._client.task import Task
 from holdfast._core.arguments import content_id
 from holdfast._core.events import Event, EventKind
@@ -21,6 +22,7 @@ from holdfast._worker.worker import Worker
 from holdfast.errors import *  # noqa: F403 -- exactly its `__all__`
 
 __all__ = [
+    "AppStats",
     "BoundRequest",
     "CancelResult",
     "CurrentJob",
@@ -33,6 +35,7 @@ __all__ = [
     "JobInfo",
     "KeepResult",
     "Lease",
+    "LiveWorker",
     "Placed",
     "Queue",
     "RunEvent",

@@ -719,6 +719,30 @@ async def test_delete_cancels_running_jobs_and_waits_for_their_end(app: Holdfast
         assert "q" not in [seen.queue for seen in (await app.stats()).queues]
 
 
+async def test_stats_of_the_app_have_the_same_fields_and_types_everywhere(app: Holdfast[Any]) -> None:
+    queue = app.queue("q")
+    await queue.enqueue(1)
+    await complete_one(queue, 2)
+    app.task(name="t")(lambda: None)
+    async with app.worker(name="w"):
+        await until(lambda: _has_worker(app))
+        stats = await app.stats()
+    (found,) = [each for each in stats.queues if each.queue == "q"]
+    assert found == await queue.stats()
+    assert {type(kind) for kind in found.totals} == {str}
+    assert (found.totals["enqueued"], found.totals["completed"]) == (1, 1)
+    assert found.oldest_ready_seconds == 0
+    (worker,) = stats.workers
+    assert (worker.worker, worker.evict_asked) == ("w", False)
+    assert worker.beat_at <= worker.expires_at
+    for at in (stats.now, worker.beat_at, worker.expires_at):
+        assert at.utcoffset() == timedelta(0)
+
+
+async def _has_worker(app: Holdfast[Any]) -> bool:
+    return bool((await app.stats()).workers)
+
+
 async def test_delete_beside_a_producer_leaves_no_paused_queue(app: Holdfast[Any]) -> None:
     queue, producing = app.queue("q"), True
 

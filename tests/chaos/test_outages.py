@@ -409,7 +409,7 @@ async def test_workers_with_clocks_a_day_off_run_on_time_and_keep_their_leases(
     stats = await scene.app.stats()
     assert {worker.worker for worker in stats.workers} == {"ahead", "behind"}
     for info in stats.workers:
-        assert abs(info.beat_at - stats.now) < NOISE_S * 1_000_000
+        assert abs((info.beat_at - stats.now).total_seconds()) < NOISE_S
     open_gate(scene, "after")
     assert [await handle.result(wait=20) for handle in held] == [[1, 0, 0, 0]] * 10
     await all_serve(scene, workers, before)

@@ -17,13 +17,14 @@ from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
 from holdfast._client.session import Session, check_shared
+from holdfast._client.stats import AppStats, app_stats
 from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
 from holdfast._core.jobs import Job
 from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
-from holdfast._core.replies import Enqueued, Snapshot
+from holdfast._core.replies import Enqueued
 from holdfast._worker.app_loader import AppParts, RunnableApp, application_of, locate_app
 from holdfast._worker.executor import Inline
 from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
@@ -222,9 +223,9 @@ class Holdfast(RunnableApp, Generic[T]):
         """Return a lease by its `token`, in any process; None if it is lost. The options are those of `queue`."""
         return await self.queue(read_token(token)[0], **options).lease_from_token(token)
 
-    async def stats(self) -> Snapshot:
+    async def stats(self) -> AppStats:
         """Return the counts of all queues, and the live workers."""
-        return await self.storage.snapshot()
+        return app_stats(await self.storage.snapshot())
 
     async def evict(self, worker: str) -> bool:
         """Ask a worker to stop. Returns False if no live worker has this name."""

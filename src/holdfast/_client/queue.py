@@ -16,6 +16,7 @@ from holdfast._client import request, waiters
 from holdfast._client.lease import Lease, read_token, to_lease_ms
 from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
+from holdfast._client.stats import Stats, stats_of
 from holdfast._client.task import queue_config
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
@@ -70,27 +71,6 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     error: JobError | None
     deferred: bool
     """Whether another request waits for the present run to end."""
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one queue."""
-
-    ready: int = 0
-    scheduled: int = 0
-    running: int = 0
-    retrying: int = 0
-    deferred: int = 0
-    completed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    """Records past their time that are not deleted yet: the only count that has them."""
-    oldest_ready_seconds: float = 0.0
-    paused: bool = False
-    reason: str = ""
-    workers: list[str] = []
-    totals: dict[str, int] = {}
-    """How often each event has happened since the queue was created."""
 
 
 class Queue:
@@ -310,9 +290,8 @@ class Queue:
             if queue.queue == self.name:
                 if queue.problem:
                     raise StorageUnavailable(queue.problem)
-                counts = {name: getattr(queue, name) for name in Stats.__struct_fields__ if hasattr(queue, name)}
-                return Stats(oldest_ready_seconds=queue.oldest_ready_ms / 1000, **counts)
-        return Stats(workers=snapshot.workers_of(self.name))
+                return stats_of(queue)
+        return Stats(queue=self.name, workers=snapshot.workers_of(self.name))
 
     async def pause(self, *, reason: str = "") -> None:
         """Let no worker and no `lease` take jobs of this queue, until `resume`. Running jobs continue."""

@@ -9,9 +9,10 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.settings import find_settings
+from holdfast._client.stats import AppStats
 from holdfast._core.applications import Comparison, compare_applications
 from holdfast._core.clock import SystemClock
-from holdfast._core.replies import Snapshot, StorageInfo
+from holdfast._core.replies import StorageInfo
 from holdfast._worker.app_loader import app_parts, import_app
 from holdfast.cli.common import look_here, with_present_app
 from holdfast.cli.output import NO, as_json, end, format_count, say, say_json
@@ -55,7 +56,7 @@ async def doctor(app: Holdfast[None], target: str | None, *, as_json: bool) -> N
         end(NO)
 
 
-def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: Snapshot, found: Comparison) -> None:
+def _show(about: StorageInfo, latency_ms: float, skew_s: float, snapshot: AppStats, found: Comparison) -> None:
     say(about.name)
     say(f"  keeps      {about.keeps}")
     for name, value in about.facts.items():
@@ -98,7 +99,7 @@ def _slow_or_skewed(latency_ms: float, skew_s: float) -> list[str]:
     return warnings
 
 
-def _unserved(snapshot: Snapshot, tasks: set[str] | None) -> list[str]:
+def _unserved(snapshot: AppStats, tasks: set[str] | None) -> list[str]:
     """Warnings about queues that no worker serves."""
     warnings: list[str] = []
     for stats in snapshot.queues:

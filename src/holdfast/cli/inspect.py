@@ -13,10 +13,9 @@ import msgspec
 
 from holdfast._client.app import Holdfast
 from holdfast._client.queue import PULL_PREFIX, JobInfo
+from holdfast._client.stats import AppStats, Stats
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
-from holdfast._core.options import from_at
-from holdfast._core.replies import QueueStats, Snapshot
 from holdfast._core.text import escape_control
 from holdfast._worker.notes import ask_for_stack
 from holdfast.cli.common import Length, Number, find_id, with_present_app
@@ -77,7 +76,7 @@ async def status(
     """
     if times is not None and not watch:
         raise click.UsageError("--times needs --watch")
-    before: Snapshot | None = None
+    before: AppStats | None = None
     rounds = itertools.count(1) if watch else [1]
     for number in rounds:
         snapshot = await app.stats()
@@ -85,7 +84,7 @@ async def status(
         if queues and not chosen and not watch:
             end(NO, f"there is no queue {', '.join(queues)} on {where(app)}")
         if as_json:
-            say_json({"now": from_at(snapshot.now), "queues": chosen, "workers": snapshot.workers})
+            say_json({"now": snapshot.now, "queues": chosen, "workers": snapshot.workers})
         else:
             if watch:
                 click.clear()  # Has no effect unless this is a terminal.
@@ -105,13 +104,13 @@ def _matches(queue: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(queue, pattern) for pattern in patterns)
 
 
-def _is_idle(stats: QueueStats) -> bool:
+def _is_idle(stats: Stats) -> bool:
     """Whether a queue has no job, no worker and nothing else to look at."""
     jobs = stats.ready + stats.scheduled + stats.running + stats.completed + stats.failed + stats.cancelled
     return not (jobs or stats.workers or stats.paused or stats.problem)
 
 
-def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot | None) -> None:
+def _show_status(snapshot: AppStats, queues: list[Stats], before: AppStats | None) -> None:
     if not queues:
         say("no queues")
     else:
@@ -126,7 +125,7 @@ def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot 
                 worker.facts.get("executor", ""),
                 f"{worker.facts.get('used', 0)}/{worker.facts.get('capacity', 0)}",
                 worker.facts.get("running", 0),
-                format_duration((snapshot.now - worker.beat_at) / 1e6),
+                format_duration((snapshot.now - worker.beat_at).total_seconds()),
                 worker.facts.get("version", ""),
                 "asked to stop" if worker.evict_asked else "",
             )
@@ -137,17 +136,17 @@ def _show_status(snapshot: Snapshot, queues: list[QueueStats], before: Snapshot 
         say("no workers")
 
 
-def _row(stats: QueueStats, snapshot: Snapshot, before: Snapshot | None) -> list[object]:
+def _row(stats: Stats, snapshot: AppStats, before: AppStats | None) -> list[object]:
     rates: list[object] = []
     if before is not None:
         none: dict[str, int] = {}
         earlier = next((other.totals for other in before.queues if other.queue == stats.queue), none)
-        seconds = max((snapshot.now - before.now) / 1e6, 0.001)
+        seconds = max((snapshot.now - before.now).total_seconds(), 0.001)
         rates = [f"{(stats.totals.get(kind, 0) - earlier.get(kind, 0)) / seconds:.1f}" for kind in RATES]
     return [
         stats.queue,
         *(stats.ready, stats.scheduled, stats.running, stats.retrying, stats.failed),
-        format_duration(stats.oldest_ready_ms / 1000) if stats.ready else "-",
+        format_duration(stats.oldest_ready_seconds) if stats.ready else "-",
         len(stats.workers),
         *rates,
         f"paused{f': {stats.reason}' if stats.reason else ''}" if stats.paused else stats.problem,
@@ -182,7 +181,7 @@ async def jobs(
     state = state or ("running" if running or older is not None else None)
     if state != "running" and (running or older is not None):
         raise click.UsageError("--running and --older are for running jobs: remove --state")
-    now = from_at((await app.stats()).now)
+    now = (await app.stats()).now
     began_by = None if older is None else now - older
     found = [job async for job in _first(app.queue(queue).jobs(state), limit + 1, began_by)]
     if as_json:

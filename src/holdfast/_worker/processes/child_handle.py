@@ -187,7 +187,7 @@ class ChildHandle:
         """Kill the child, which has a run that does not stop, as soon as that harms no other run."""
         if self._kill_pending_at is None:
             self._kill_pending_at = _now()
-            log.warning("child %d has a run that does not stop: replacing the child", self.process.pid)
+            log.warning("child %d has a run that does not stop: ending the child", self.process.pid)
             if any(run.overdue and run.stopping == "timeout" and not run.stack for run in self.runs.values()):
                 self._stacks_until = _now() + STACKS_S
                 self.process.ask_for_stacks()
@@ -237,7 +237,7 @@ class ChildHandle:
             self._pinged_at = now
             self.send(messages.Ping())
         elif self._pinged_at is not None and now >= self._pinged_at + LOST_S and not any(map(has_begun, self.runs)):
-            log.warning("child %d does not answer, and has begun no run: replacing it", self.process.pid)
+            log.warning("child %d does not answer, and has begun no run: ending it", self.process.pid)
             self.kill()
         self._check_retired(now)
 
