@@ -302,7 +302,7 @@ class Storage(ABC):
         return None
 
     async def _back_up(self, target: Path) -> None:
-        raise OptionError(f"{self!r} has no file to copy: use the backup of the server (docs/redis.md)")
+        raise OptionError(f"{self!r} has no file to copy: use the backup of the server (docs/operating.md)")
 
     @abstractmethod
     def clone(self) -> Storage:
