@@ -456,6 +456,7 @@ def settlements(id: str, fence: int) -> list[Settlement]:
             for dedup_ttl_ms in (0, 1, 60_000)
         ),
         *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, *follow_ups)),
+        *(Fail(id, fence, b"error", 60_000, None, counts) for counts in ("stalls", "timeouts")),
         *(
             RetrySettlement(id, fence, error, delay_ms, run_at, counts)
             for counts in COUNTS

@@ -171,7 +171,12 @@ def test_a_limit_of_n_allows_n_more_runs(ended: Ended, count: Count, errors: Job
         again = verdict(job(work, **{count: number}), ended, policy, rng())
         assert again == RetrySettlement("a", FENCE, encode_error(errors), 0, None, count)
     assert verdict(job(work, **{count: limit}), ended, policy, rng()) == Fail(
-        "a", FENCE, encode_error(final(errors)), policy.failure_ttl_ms
+        "a",
+        FENCE,
+        encode_error(final(errors)),
+        policy.failure_ttl_ms,
+        None,
+        "timeouts" if count == "timeouts" else None,
     )
 
 

@@ -254,6 +254,8 @@ class Fail(Value, frozen=True, tag="fail"):
     error: bytes
     failure_ttl_ms: Ms
     follow_up: Work | None = None
+    counts: Literal["stalls", "timeouts"] | None = None
+    """The count to increase, if a stall or a timeout ended the job."""
 
 
 class RetrySettlement(Value, frozen=True, tag="retry"):

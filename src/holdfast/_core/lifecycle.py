@@ -239,7 +239,10 @@ def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
         case jobs.Complete():
             return _end(job, _completed(job, settlement, now), EventKind.COMPLETED, now)
         case jobs.Fail():
-            return _end(job, _failed(job, settlement, now), EventKind.FAILED, now)
+            outcome = _failed(job, settlement, now)
+            counts = settlement.counts
+            counted = job if counts is None else replace(job, **{counts: getattr(job, counts) + 1})
+            return _end(counted, outcome, EventKind.FAILED, now)
         case jobs.RetrySettlement():
             return _again(job, job.run, _counted(job, settlement, time), RETRY_KINDS[settlement.counts], time)
         case jobs.Release():

@@ -130,12 +130,12 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
         case TimedOut():
             if _left(job, "timeouts", policy) <= 0:
-                return _fail(job, ended.error, policy, ended.failure_ttl_ms)
+                return _fail(job, ended.error, policy, ended.failure_ttl_ms, counts="timeouts")
             delay_ms = backoff_ms(job.timeouts, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
         case Crashed():
             if _left(job, "stalls", policy) <= 0:
-                return _fail(job, ended.error, policy)
+                return _fail(job, ended.error, policy, counts="stalls")
             delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
@@ -167,7 +167,7 @@ def shrink_settlement(job: Job, refused: Settlement, policy: Policy, why: str) -
     if isinstance(refused, RetrySettlement):
         errors = (encode_error(brief), encode_error(least), None)
         return [msgspec.structs.replace(refused, error=data) for data in errors]
-    bare = [Fail(refused.id, refused.fence, data, refused.failure_ttl_ms) for data in (encode_error(brief), b"")]
+    bare = [msgspec.structs.replace(refused, error=data, follow_up=None) for data in (encode_error(brief), b"")]
     if not policy.follows_up:
         return [*bare]
     follows = [follow_up(job, brief), follow_up(job, brief, carry=False), follow_up(job, least, carry=False)]
@@ -196,11 +196,19 @@ def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
     return Complete(job.id, fence_of(job), ended.result, ended.codec, result_ttl_ms, dedup_ttl_ms)
 
 
-def _fail(job: Job, error: JobError, policy: Policy, failure_ttl_ms: int | None = None) -> Fail:
+def _fail(
+    job: Job,
+    error: JobError,
+    policy: Policy,
+    failure_ttl_ms: int | None = None,
+    *,
+    counts: Literal["stalls", "timeouts"] | None = None,
+) -> Fail:
     ttl_ms = policy.failure_ttl_ms if failure_ttl_ms is None else failure_ttl_ms
     error = msgspec.structs.replace(error, attempts=job.attempts)
-    work = follow_up(job, error) if policy.follows_up else None
-    return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work)
+    counted = job if counts is None else msgspec.structs.replace(job, **{counts: getattr(job, counts) + 1})
+    work = follow_up(counted, error) if policy.follows_up else None
+    return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work, counts)
 
 
 def _left(job: Job, count: Literal["retries", "stalls", "timeouts"], policy: Policy) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from msgspec.structs import replace
 
-from holdfast._core.jobs import Complete, LeaseRef, State, Update
+from holdfast._core.jobs import Complete, Fail, LeaseRef, State, Update
 from holdfast._core.replies import CancelResult, SettleResult
 from holdfast.storage.conformance.verbs import Stage, fence
 
@@ -67,6 +69,18 @@ async def test_previous_outcome_keeps_the_start_of_its_run(stage: Stage) -> None
     job = await stage.the("a")
     assert job.previous is not None
     assert (job.previous.started_at, job.previous.worker, job.started_at) == (fence(run), "w1", None)
+
+
+@pytest.mark.parametrize("counts", ["stalls", "timeouts", None])
+async def test_failure_by_a_stall_or_a_timeout_is_counted(
+    stage: Stage, counts: Literal["stalls", "timeouts"] | None
+) -> None:
+    await stage.enqueue("a")
+    job = await stage.claim_one()
+    await stage.settle(Fail(job.id, fence(job), b"error", 60_000, None, counts))
+    failed = await stage.the("a")
+    assert failed.state is State.FAILED
+    assert (failed.stalls, failed.timeouts) == (int(counts == "stalls"), int(counts == "timeouts"))
 
 
 async def test_a_running_job_is_not_claimed_again(stage: Stage) -> None:

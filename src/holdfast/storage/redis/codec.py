@@ -248,7 +248,8 @@ def settlement_args(item: jobs.Settlement) -> tuple[bytes, bytes, bytes, bytes]:
             body = item.error
             if item.follow_up is not None:
                 extra = _follow_up(item.follow_up)
-            numbers = (2, item.fence, item.failure_ttl_ms, 0, True, 0)
+            counts = 0 if item.counts is None else 1 + COUNTS.index(item.counts)
+            numbers = (2, item.fence, item.failure_ttl_ms, 0, True, counts)
         case jobs.RetrySettlement():
             body = item.error
             counts = 1 + COUNTS.index(item.counts)

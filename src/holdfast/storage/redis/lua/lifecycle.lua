@@ -272,7 +272,10 @@ function lifecycle.settle(job, settlement, time)
   local now = time[LAST_AT]
   if settlement.kind == COMPLETE then return finish(job, lifecycle.completed(job, settlement, now), KIND.COMPLETED, now) end
   if job.run.cancel_asked then return finish(job, cancelled(job, now), KIND.CANCELLED, now) end
-  if settlement.kind == FAIL then return finish(job, failed(job, settlement, now), KIND.FAILED, now) end
+  if settlement.kind == FAIL then
+    if settlement.counts then job[settlement.counts] = job[settlement.counts] + 1 end
+    return finish(job, failed(job, settlement, now), KIND.FAILED, now)
+  end
   if settlement.kind == RELEASE then return again(job, KIND.RELEASED, time) end
   counted(job, settlement, time)
   return again(job, RETRY_KINDS[settlement.counts], time)

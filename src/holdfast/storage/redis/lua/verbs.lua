@@ -140,7 +140,8 @@ local function read_settlement(head, body, extra)
     if extra ~= 'json' then arguments.codec(extra) end
     return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra}
   elseif kind == FAIL then
-    return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra}
+    return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra,
+      counts = COUNTS[number]}
   end
   return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[counts]}
 end
