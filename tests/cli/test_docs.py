@@ -157,7 +157,7 @@ PUBLIC = {
     holdfast.Queue: {"PURGED"},
     holdfast.Lease: set[str](),
     holdfast.Worker: set[str](),
-    holdfast.CurrentJob: {"on_loop"},
+    holdfast.CurrentJob: {"on_loop", "thread", "timed_out"},  # for the worker
     holdfast.Stats: set[str](),
     holdfast.JobInfo: set[str](),
     holdfast.RunEvent: set[str](),
