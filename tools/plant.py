@@ -41,7 +41,7 @@ PYTEST = (
 
 CALLS = "test_redis_calls"
 LINES = "test_redis_lines"
-RETENTION = "test_retention"
+RETENTION, BRIEF = "test_retention", "test_brief"
 LEASES, UPDATES, ORDER, REMEMBERING = "test_leases", "test_updates", "test_order", "test_remembering"
 WORK_QUEUE, TRANSITIONS, CLOCK, WAITERS = "test_seeds_work_queue", "test_transitions", "test_clock", "test_waiters"
 CRASHES, LOCALE, HALF_STEPS = "redis/test_crashes", "redis/test_locale", "redis/test_half_steps"
@@ -235,6 +235,38 @@ BUGS = [
         "score_at(tx.queue .. INDEXES[state], deleted)",
         "score_at(tx.queue .. INDEXES[state], deleted + 1)",
         (RETENTION, REMEMBERING),
+    ),
+    Bug(
+        "brief a",
+        "a queue keeps any number of brief outcomes",
+        "lua/transaction.lua",
+        "if state == BRIEF and #ids < surplus then",
+        "if false then",
+        (BRIEF,),
+    ),
+    Bug(
+        "brief b",
+        "the oldest brief outcomes are forgotten though a waiter has asked to keep them",
+        "lua/lifecycle.lua",
+        "  if job.outcome.state == BRIEF then job.outcome.state = COMPLETED end\n",
+        "",
+        (BRIEF,),
+    ),
+    Bug(
+        "brief c",
+        "an outcome that a waiting caller has asked for is brief",
+        "lua/lifecycle.lua",
+        "not job.keep_ms and job.keep_until_at == 0",
+        "not job.keep_ms",
+        (BRIEF,),
+    ),
+    Bug(
+        "brief d",
+        "the run that ended a job is not among its attempts",
+        "lua/record.lua",
+        "    if job.outcome.started_at > 0 then job.attempts = job.attempts + 1 end\n",
+        "",
+        (BRIEF, REMEMBERING, RETENTION),
     ),
     Bug(
         "F-P22 b",

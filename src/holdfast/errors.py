@@ -102,7 +102,8 @@ class JobCancelled(HoldfastError):
 
 
 class JobForgotten(HoldfastError):
-    """The record of the awaited job does not exist any more, so its outcome is not known."""
+    """The record of the awaited job does not exist any more, so its outcome is not known. The message says why that
+    may be: mostly, its `result_ttl` is over."""
 
 
 class StorageUnavailable(HoldfastError):

@@ -674,14 +674,57 @@ async def test_result_with_a_ttl_of_zero_is_dropped_without_a_waiter(app: Holdfa
         await until(lambda: _is_gone(handle))
 
 
-async def test_job_with_a_chosen_id_is_kept_without_a_result_and_others_are_not(app: Holdfast[Any]) -> None:
+async def test_every_job_without_a_result_can_be_awaited_after_its_end(app: Holdfast[Any]) -> None:
     @app.task(name="silent")
     async def silent() -> None: ...
 
-    custom_id, nameless = await silent.using(id="x").enqueue(), await silent.enqueue()
+    handles = await app.enqueue_many(silent.bind() for _ in range(200))
+    await app.worker(burst=True).run()
+    await asyncio.gather(*(handle.result(wait=5) for handle in handles))
+    info = await app.queue("silent").get(handles[0].id)
+    assert info is not None
+    assert (info.state, info.result, info.attempts) == (State.COMPLETED, None, 1)
+    stats = await app.queue("silent").stats()
+    assert (stats.completed, stats.totals["completed"]) == (200, 200)
+    assert {job.id async for job in app.queue("silent").jobs("completed")} == {handle.id for handle in handles}
+    assert await app.queue("silent").purge(["completed"]) == 200
+
+
+async def test_result_ttl_holds_for_a_job_without_a_result(app: Holdfast[Any]) -> None:
+    @app.task(name="silent", result_ttl=0.2)
+    async def silent() -> None: ...
+
+    short, long = await silent.enqueue(), await silent.using(result_ttl=3600).enqueue()
+    gone = await silent.using(result_ttl=0).enqueue()
+    await app.worker(burst=True).run()
+    assert await gone.state() is None
+    await until(lambda: _is_gone(short))
+    assert await long.state() is State.COMPLETED
+    with pytest.raises(JobForgotten, match=r"deleted after result_ttl=0\.2 s.*pass a larger result_ttl"):
+        await short.result()
+    with pytest.raises(JobForgotten, match="with result_ttl=0 an outcome is kept only for a caller that waits"):
+        await gone.result()
+    purged = await app.queue("other").enqueue(1)
+    await app.queue("other").purge()
+    with pytest.raises(JobForgotten, match=r"by default 1 hour, or 5 minutes .* more than 100,000 .* it was purged"):
+        await purged.result()
+
+
+async def test_result_ttl_of_zero_still_answers_a_caller_that_waits(app: Holdfast[Any]) -> None:
+    @app.task(name="silent", result_ttl=0)
+    async def silent() -> None: ...
+
+    async with app.worker():
+        assert await silent.call() is None
+
+
+async def test_completed_job_with_a_chosen_id_answers_a_duplicate(app: Holdfast[Any]) -> None:
+    @app.task(name="silent")
+    async def silent() -> None: ...
+
+    custom_id = await silent.using(id="x").enqueue()
     async with app.worker():
         await until(lambda: _is_completed(custom_id))
-        await until(lambda: _is_gone(nameless))
     assert (await silent.using(id="x").enqueue()).placed is Placed.COMPLETED
     assert await silent.using(id="x", wait=0).call() is None
 

@@ -270,11 +270,11 @@ async def test_result_that_cannot_be_encoded_leaves_the_lease_unchanged(app: Hol
     assert await lease.complete("good")
 
 
-async def test_job_with_a_generated_id_is_dropped_at_completion(app: Holdfast[Any]) -> None:
+async def test_job_with_a_generated_id_can_be_awaited_after_completion(app: Holdfast[Any]) -> None:
     queue = app.queue("q")
     nameless = await queue.enqueue(1)
     assert await (await leased(queue)).complete()
-    assert await queue.get(nameless.id) is None
+    assert await nameless.result() is None
     with_result = await queue.enqueue(1)
     assert await (await leased(queue)).complete(0)
     assert await with_result.result() == 0

@@ -195,7 +195,7 @@ def encode(job: Job, waiters: bytes = b"") -> tuple[bytes, bytes | None]:
     flags = form.MARK | form.LONG | (form.FLAG_CUSTOM_ID if job.custom_id else 0)
     keep = 0 if job.keep_ms is None else job.keep_ms + 1
     middle = form._LONG.pack(
-        *(job.arrival, job.wall_at, job.attempts - (job.run is not None), job.retries, job.stalls, job.timeouts),
+        *(job.arrival, job.wall_at, job.attempts - (job.started_at is not None), job.retries, job.stalls, job.timeouts),
         *(keep, job.keep_until_at, _size(job.error), len(previous), len(waiters)),
     )
     middle += (job.error or b"") + previous + waiters
@@ -220,7 +220,12 @@ def encode(job: Job, waiters: bytes = b"") -> tuple[bytes, bytes | None]:
 def encode_outcome(outcome: Outcome) -> bytes:
     worker, codec = outcome.worker.encode(), outcome.codec.encode()
     head = form._OUTCOME.pack(
-        *(form.STATES.index(outcome.state), outcome.generation, outcome.started_at, outcome.ended_at),
+        *(
+            form.BRIEF_STATE if outcome.brief else form.STATES.index(outcome.state),
+            outcome.generation,
+            outcome.started_at,
+            outcome.ended_at,
+        ),
         *(outcome.forget_at, outcome.dedup_at),
         *(len(worker), len(codec), _size(outcome.result), _size(outcome.error)),
     )

@@ -31,6 +31,7 @@ OF_QUEUES = {
     "completed": "zset",
     "failed": "zset",
     "cancelled": "zset",
+    "brief": "zset",
     "wake": "list",
 }
 OF_NAMESPACES = {

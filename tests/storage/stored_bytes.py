@@ -9,9 +9,9 @@ from typing import Any
 from holdfast._core.clock import ManualClock
 from holdfast._core.extension import Extension
 from holdfast.storage import Storage, connect
-from holdfast.storage.redis import RedisStorage
+from holdfast.storage.redis import RedisStorage, calls
 from holdfast.storage.redis.calls import KEYS
-from holdfast.storage.redis.script import SOURCES, Library
+from holdfast.storage.redis.script import Library
 from tests import servers
 from tests.storage.behind import RedisSaboteur
 
@@ -52,7 +52,7 @@ class SameClientHarness:
         storage = connect(server.url, clock=clock, namespace=uuid.uuid4().hex)
         assert isinstance(storage, RedisStorage)
         storage._client = storage._calls._client = CLIENT
-        storage._calls._library = Library(SOURCES, injected_clock=True, fast=self._fast)
+        storage._calls._library = Library(vars(calls)["SOURCES"], injected_clock=True, fast=self._fast)
         return storage
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:

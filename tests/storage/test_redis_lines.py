@@ -169,7 +169,7 @@ async def test_record_with_one_changed_byte_blocks_no_verb(
 
 
 def keyspace_indexes() -> list[str]:
-    return [*(f":w{n}" for n in range(10)), ":running", ":completed", ":failed", ":cancelled", ":wake"]
+    return [*(f":w{n}" for n in range(10)), ":running", ":completed", ":failed", ":cancelled", ":brief", ":wake"]
 
 
 async def use_every_verb(stage: Stage, id: str) -> None:
@@ -533,7 +533,7 @@ async def test_sweeping_a_worker_skips_entries_without_a_lease(stage: Stage, sab
     await repair(stage)
 
 
-@pytest.mark.parametrize("index", [":completed", ":failed", ":cancelled"])
+@pytest.mark.parametrize("index", [":completed", ":failed", ":cancelled", ":brief"])
 async def test_live_record_in_the_expiry_index_is_not_forgotten(
     stage: Stage, saboteur: RedisSaboteur, index: str
 ) -> None:

@@ -114,6 +114,8 @@ def test_library_limits_and_enums_equal_those_of_python() -> None:
     assert constant("SWEEP_ON_CLAIM") == engine.SWEEP_ON_CLAIM
     assert constant("FORGET_PER_ITEM") == engine.FORGET_PER_ITEM
     assert constant("LAYOUT") == lua.LAYOUT
+    assert constant("MAX_BRIEF") == lifecycle.MAX_BRIEF
+    assert constant("BRIEF") == codec.BRIEF_STATE
     assert [constant(state.name) for state in State] == [codec.STATES.index(state) for state in State]
     kinds = {name: int(number) for name, number in re.findall(r"([A-Z_]+) = (\d+)", _table("KIND"))}
     assert kinds == {kind.name: 1 + codec.KINDS.index(kind) for kind in EventKind}
@@ -145,7 +147,7 @@ def test_no_chunk_comes_near_luas_limit_of_local_variables() -> None:
         source = re.sub(r"--\[\[.*?\]\]", "", source, flags=re.DOTALL)
         declared = re.findall(r"(?m)^local (?:function (\w+)|(\w+(?:, \w+)*))", source)
         count = sum(len((function or names).split(", ")) for function, names in declared)
-        assert count <= (110 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
+        assert count <= (112 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
 
 
 def test_fast_paths_are_switched_off_in_one_line() -> None:

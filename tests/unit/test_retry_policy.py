@@ -116,7 +116,7 @@ def test_default_policy_has_the_documented_values() -> None:
             max_timeouts=3,
             min_backoff_ms=2_000,
             max_backoff_ms=300_000,
-            result_ttl_ms=3_600_000,
+            result_ttl_ms=None,
             dedup_ttl_ms=None,
             failure_ttl_ms=7 * day,
             cancel_grace_ms=1_000,
@@ -262,8 +262,10 @@ HOUR = 3_600_000
 @pytest.mark.parametrize(
     ("custom_id", "result", "work", "policy", "hooks", "result_ttl", "dedup_ttl"),
     [
-        pytest.param(False, None, {}, {}, None, 0, 0, id="nothing to remember"),
-        pytest.param(False, None, {"result_ttl_ms": 9, "dedup_ttl_ms": 9}, {}, None, 0, 0, id="nothing, asked or not"),
+        pytest.param(False, None, {"result_ttl_ms": 9}, {}, None, 9, 9, id="no result, as long as the job says"),
+        pytest.param(False, None, {}, {"result_ttl_ms": 7}, None, 7, 7, id="no result, as long as the task says"),
+        pytest.param(False, None, {}, {"result_ttl_ms": 0}, None, 0, 0, id="no result, not at all"),
+        pytest.param(False, None, {}, {}, 3, 3, 3, id="no result, a hook has the last word"),
         pytest.param(True, None, {}, {}, None, HOUR, HOUR, id="a name"),
         pytest.param(False, b"1", {}, {}, None, HOUR, HOUR, id="a result"),
         pytest.param(False, b"", {}, {}, None, HOUR, HOUR, id="an empty result is one"),
@@ -294,6 +296,12 @@ def test_outcome_ttl_follows_the_policy(
     returned = Returned(result, "msgpack", hooks)
     complete = verdict(job(Work(b"1", **work), custom_id=custom_id), returned, Policy(**policy), rng())
     assert complete == Complete("a", FENCE, result, "msgpack", result_ttl, dedup_ttl)
+
+
+@pytest.mark.parametrize("dedup_ttl_ms", [None, 0, 86_400_000])
+def test_outcome_that_no_option_asks_for_is_kept_briefly(dedup_ttl_ms: int | None) -> None:
+    complete = verdict(job(Work(b"1", dedup_ttl_ms=dedup_ttl_ms)), Returned(None), TASK, rng())
+    assert complete == Complete("a", FENCE, None, "json", 300_000, 0, brief=True)
 
 
 # What if the storage refuses it?

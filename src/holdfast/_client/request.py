@@ -43,6 +43,7 @@ class RequestTemplate:
         update: Update | None = None,
         priority: int = DEFAULT_PRIORITY,
         at_most_once: bool = False,
+        result_ttl_ms: int | None = None,
     ) -> None:
         """Check the options. The other parameters are those of the task, if there is one."""
         fields = given_fields(options)
@@ -64,6 +65,8 @@ class RequestTemplate:
         """The id that the caller chose; None for an id from the arguments, or a new one."""
         self.raises = on_conflict == "raise"
         """Whether a duplicate raises `DuplicateJob`."""
+        self.result_ttl_ms = fields.get("result_ttl_ms", result_ttl_ms)
+        """The `result_ttl` of the request, else that of the task; None if neither has one. Only errors show it."""
         self.wait_s = to_wait_s(options["wait"]) if "wait" in options else DEFAULT_WAIT_S
         """How long `call` waits in seconds; None waits without a limit."""
         self.request = Request(
@@ -200,7 +203,14 @@ class Handle(Generic[R_co]):
                         " (was the transaction committed?)"
                     )
                 self.generation = newest_generation(job)
-            outcome = await waiters.wait(self._session.storage, self.queue, self.id, self.generation, wait_s=wait_s)
+            outcome = await waiters.wait(
+                self._session.storage,
+                self.queue,
+                self.id,
+                self.generation,
+                wait_s=wait_s,
+                result_ttl_ms=self._template.result_ttl_ms,
+            )
         return cast("R_co", value_of(self._session, self.queue, self.id, outcome, self._template.returns))
 
     async def state(self) -> State | None:

@@ -104,6 +104,7 @@ class Definition:
             update=None if singleton is None else Update(),
             priority=priority,
             at_most_once=config.policy.at_most_once,
+            result_ttl_ms=config.policy.result_ttl_ms,
         )
         """Makes the template of requests with the given options."""
 

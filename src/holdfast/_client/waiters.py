@@ -17,7 +17,7 @@ from holdfast._client.session import Session
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Outcome, Request, State
-from holdfast._core.lifecycle import Answer, answer
+from holdfast._core.lifecycle import MAX_BRIEF, Answer, answer
 from holdfast._core.options import MAX_WAIT_S, Seconds, to_ms
 from holdfast._core.replies import Enqueued, KeepResult, Placed
 from holdfast.errors import JobCancelled, JobFailed, JobForgotten, StorageUnavailable, WaitTimeout
@@ -35,11 +35,19 @@ LAST_POLL_S = 1.0
 """Minimum time for the reply to a poll, also past the end of the wait."""
 
 
-async def wait(storage: Storage, queue: str, id: str, generation: int, *, wait_s: float | None = 30.0) -> Outcome:
+async def wait(
+    storage: Storage,
+    queue: str,
+    id: str,
+    generation: int,
+    *,
+    wait_s: float | None = 30.0,
+    result_ttl_ms: int | None = None,
+) -> Outcome:
     """Wait for the end of a generation of a job, completed or failed: 0 polls once, None waits without a limit. Raises
-    `JobCancelled`, `JobForgotten`, or `WaitTimeout`."""
+    `JobCancelled`, `JobForgotten`, or `WaitTimeout`. `result_ttl_ms` is what the caller knows of it, for errors."""
     wait_s = to_wait_s(wait_s)
-    async with _Waiter(storage, queue, id, wait_s) as waiter:
+    async with _Waiter(storage, queue, id, wait_s, result_ttl_ms) as waiter:
         try:
             async with waiter.in_time():
                 await waiter.ask_to_keep()
@@ -53,7 +61,7 @@ async def ask(
 ) -> tuple[Enqueued, Outcome]:
     """Enqueue a request and wait for its end. Subscribes before it enqueues, so that the usual answer needs no poll.
     `check` may raise for the reply. Raises like `wait`."""
-    async with _Waiter(storage, queue, request.id, wait_s) as waiter:
+    async with _Waiter(storage, queue, request.id, wait_s, request.work.result_ttl_ms) as waiter:
         try:
             async with waiter.in_time():
                 (reply,) = await storage.enqueue(queue, [replace(request, keep_ms=waiter.keep_ms)])
@@ -83,14 +91,36 @@ def value_of(session: Session, queue: str, id: str, outcome: Outcome, returns: A
     return session.codecs.decode(f"the result of job {id!r} in {queue}", outcome.result, outcome.codec, returns)
 
 
+def why_forgotten(result_ttl_ms: int | None) -> str:
+    """Return why a job may have no record, and what to do, as the end of a sentence."""
+    if result_ttl_ms == 0:
+        return (
+            "with result_ttl=0 an outcome is kept only for a caller that waits when the job ends:"
+            " pass a larger result_ttl, or use call"
+        )
+    kept = (
+        "after its result_ttl (by default 1 hour, or 5 minutes without a result and a chosen id),"
+        f" or as the oldest of more than {MAX_BRIEF:,} that no option asks for"
+        if result_ttl_ms is None
+        else f"after result_ttl={result_ttl_ms / 1000:g} s"
+    )
+    return (
+        f"its outcome was deleted {kept}, it was purged, or it was never enqueued:"
+        " pass a larger result_ttl to keep outcomes for longer"
+    )
+
+
 class _Waiter:
     """One wait for one job. Use it with `async with`."""
 
-    def __init__(self, storage: Storage, queue: str, id: str, wait_s: float | None) -> None:
+    def __init__(
+        self, storage: Storage, queue: str, id: str, wait_s: float | None, result_ttl_ms: int | None = None
+    ) -> None:
         self._storage = storage
         self._queue = queue
         self._id = id
         self._wait_s = wait_s
+        self._result_ttl_ms = result_ttl_ms
         self._asked_at = asyncio.get_running_loop().time()
         self._deadline = None if wait_s is None else self._asked_at + wait_s
         self._storage_error: StorageUnavailable | None = None
@@ -122,7 +152,7 @@ class _Waiter:
     async def ask_to_keep(self) -> None:
         (kept,) = await self._storage.keep(self._queue, [self._id], self.keep_ms, at_least=True)
         if kept is KeepResult.MISSING:
-            raise JobForgotten(f"{self} has no record: it never existed, or its outcome was not kept")
+            raise JobForgotten(f"{self} has no record: {why_forgotten(self._result_ttl_ms)}")
         self._asked_at = asyncio.get_running_loop().time()
 
     async def wait(self, generation: int, *, poll_first: bool) -> Outcome:
@@ -142,7 +172,7 @@ class _Waiter:
             if found is Answer.DROPPED:
                 raise JobCancelled(f"the request for {self} was cancelled during an earlier run")
             if found is Answer.FORGOTTEN:
-                raise JobForgotten(f"{self} has no record any more: its outcome was not kept")
+                raise JobForgotten(f"{self} has no record any more: {why_forgotten(self._result_ttl_ms)}")
             left = math.inf if self._deadline is None else self._deadline - loop.time()
             if left <= 0:
                 why = await self._why_not()

@@ -115,6 +115,8 @@ class Outcome(Value, frozen=True):
     """Start of the run that ended the generation: its fence. 0 if no run ended it, as for a cancelled waiting job."""
     worker: str = ""
     """The worker of that run."""
+    brief: bool = False
+    """The outcome is kept only for its handle: of all that are brief, a queue keeps the newest."""
 
 
 class Job(Value, frozen=True):
@@ -244,6 +246,8 @@ class Complete(Value, frozen=True, tag="complete"):
     codec: CodecName = "json"
     result_ttl_ms: Ms = 0
     dedup_ttl_ms: Ms = 0
+    brief: bool = False
+    """No option asks for this outcome: a storage forgets it early if the queue has more than `MAX_BRIEF` of these."""
 
 
 class Fail(Value, frozen=True, tag="fail"):

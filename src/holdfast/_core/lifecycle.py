@@ -21,11 +21,13 @@ from holdfast._core.jobs import Job, Next, Outcome, Request, Settlement, State, 
 from holdfast._core.replies import CancelResult, Enqueued, KeepResult, Placed
 
 RESULT_TTL_MS = 3_600_000
-"""Default time for which an outcome is remembered."""
+"""Default time for which an outcome with a result or a chosen id is remembered."""
 CANCELLED_TTL_MS = 60_000
 """Minimum time for which a cancelled record is remembered."""
 WAITED_MS = 10_000
 """Minimum time an outcome with a waiter is kept after the job ended."""
+MAX_BRIEF = 100_000
+"""The most brief outcomes that a queue keeps: a settle forgets as many of the oldest as it may add."""
 FAILURE_TTL_MS = 7 * 24 * 3_600_000
 """How long a damaged record is listed as failed and can be retried."""
 MAX_STALL_DELAY_MS = 300_000
@@ -194,10 +196,10 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, 
         waited = replace(job, keep_until_at=max(job.keep_until_at, until))
         return Step(waited if at_least else replace(job, keep_ms=ttl_ms)), KeepResult.LIVE
     if at_least:
-        outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until))
+        outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until), brief=False)
     else:
         dedup_at = until if job.outcome.state is State.COMPLETED else 0
-        outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at)
+        outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at, brief=False)
     return Step(replace(job, outcome=outcome)), KeepResult.KEPT
 
 
@@ -326,7 +328,9 @@ def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
     result, codec = settlement.result, settlement.codec
-    return _outcome_of(job, State.COMPLETED, now, forget_at, dedup_at=dedup_at, result=result, codec=codec)
+    brief = settlement.brief and job.keep_ms is None and not job.keep_until_at
+    completed = _outcome_of(job, State.COMPLETED, now, forget_at, dedup_at=dedup_at, result=result, codec=codec)
+    return replace(completed, brief=True) if brief else completed
 
 
 def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:

@@ -174,6 +174,8 @@ def _row(name: str, help: str, **more: Any) -> Option:
     return Option(name, _TYPES[name], help, **more)
 
 
+RESULT_TTL = "3,600 s; 300 s without a result and a chosen id"
+
 _ROWS = [
     _row("name", "Name of the queue.", default_text="`module.function`"),
     _row("unique", "Template or function for the id. A second request with this id is a duplicate and does not run."),
@@ -193,7 +195,7 @@ _ROWS = [
     _row("min_backoff", "Time before the first retry; it doubles with each further retry, with jitter.", default=2),
     _row("max_backoff", "Maximum time before a retry.", default=300),
     _row("priority", "Priority of the job in its queue; higher first.", default=DEFAULT_PRIORITY, most=9),
-    _row("result_ttl", "How long an outcome is kept, if there is a chosen id, a result or a waiter.", default=3_600),
+    _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row("dedup_ttl", "How long a new request gets the result of a completed id.", default_text="as `result_ttl`"),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
     _row("cancel_grace", "Time for a run to end after it was asked to stop; then it is killed.", default=1),

@@ -10,8 +10,12 @@ import msgspec
 
 from holdfast._core.failure import MAX_MESSAGE, decode_error, encode_error, follow_up
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, Value
+from holdfast._core.lifecycle import RESULT_TTL_MS
 from holdfast._core.text import format_times
 from holdfast.errors import ErrorKind, JobError
+
+BRIEF_TTL_MS = 300_000
+"""How long the outcome of a job without a result and without a chosen id is kept by default."""
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +27,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     max_timeouts: int | None = 3
     min_backoff_ms: int = 2_000
     max_backoff_ms: int = 300_000
-    result_ttl_ms: int = 3_600_000
+    result_ttl_ms: int | None = None
+    """None means `RESULT_TTL_MS`, or `BRIEF_TTL_MS` for a job without a result and a chosen id."""
     dedup_ttl_ms: int | None = None
     """None means the same as `result_ttl_ms`."""
     failure_ttl_ms: int = 7 * 86_400_000
@@ -184,15 +189,16 @@ def fence_of(job: Job) -> int:
 
 
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
-    """Complete a job. It is remembered if it has a chosen id or a result; a storage also remembers it for a waiter."""
-    worth_it = job.custom_id or ended.result is not None or ended.result_ttl_ms is not None
-    given = ended.result_ttl_ms if ended.result_ttl_ms is not None else job.work.result_ttl_ms
-    result_ttl_ms = policy.result_ttl_ms if given is None else given
+    """Complete a job. A length that was given holds. Without one, an outcome with a result or a chosen id is kept for
+    an hour, and any other briefly, so that its handle can be awaited."""
+    lengths = (ended.result_ttl_ms, job.work.result_ttl_ms, policy.result_ttl_ms)
+    given = next((length for length in lengths if length is not None), None)
+    if given is None and ended.result is None and not job.custom_id:
+        return Complete(job.id, fence_of(job), None, ended.codec, BRIEF_TTL_MS, 0, brief=True)
+    result_ttl_ms = RESULT_TTL_MS if given is None else given
     dedup_ttl_ms = policy.dedup_ttl_ms if job.work.dedup_ttl_ms is None else job.work.dedup_ttl_ms
     if dedup_ttl_ms is None:
         dedup_ttl_ms = result_ttl_ms
-    if not worth_it:
-        result_ttl_ms = dedup_ttl_ms = 0
     return Complete(job.id, fence_of(job), ended.result, ended.codec, result_ttl_ms, dedup_ttl_ms)
 
 

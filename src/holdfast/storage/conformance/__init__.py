@@ -31,7 +31,7 @@ except ImportError as error:
     raise ImportError("holdfast.storage.conformance needs pytest: pip install pytest pytest-asyncio") from error
 
 MODULES = (
-    *("clock_steps", "clock_times", "deferred", "leases", "order", "queues", "reads", "ready", "retention"),
+    *("brief", "clock_steps", "clock_times", "deferred", "leases", "order", "queues", "reads", "ready", "retention"),
     "updates",
 )
 """Modules with tests. Each takes the fixtures `stage`, `clock` and `harness`."""

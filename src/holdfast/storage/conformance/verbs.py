@@ -109,6 +109,10 @@ class Stage:
             Complete(job.id, fence(job), result, result_ttl_ms=round(ttl * 1000), dedup_ttl_ms=dedup_ms), worker=worker
         )
 
+    async def complete_briefly(self, job: Job, *, ttl: float = 300) -> SettleResult:
+        """Complete a job as a worker does that has no result and no option to keep the outcome."""
+        return await self.settle(Complete(job.id, fence(job), result_ttl_ms=round(ttl * 1000), brief=True))
+
     async def fail(
         self,
         job: Job,

@@ -14,7 +14,7 @@ from holdfast._core.events import ENDS, STARTS, EventKind
 from holdfast._core.extension import FIRST_WORK_TAG, LAST_TAG, ascends, split_extension
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Problem, Repaired
-from holdfast.storage.local.table import VIEWS, Found, QueueMeta, QueueTransaction, Table, index_of, newest_stamp
+from holdfast.storage.local.table import BRIEF, VIEWS, Found, QueueMeta, QueueTransaction, Table, index_of, newest_stamp
 from holdfast.storage.validation import decode_cursor, encode_cursor, id_bytes
 
 REPAIR_PAGE = 200
@@ -94,7 +94,7 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
 
 def _recount(table: Table, queue: str, meta: QueueMeta, dry_run: bool) -> list[Problem]:
     actual = table.tally(queue)
-    counted = {name: meta.counts.get(name, 0) for name in (*State, *VIEWS)}
+    counted = {name: meta.counts.get(name, 0) for name in (*State, BRIEF, *VIEWS)}
     problems, missing = compare_counts(queue, counted, actual, meta.totals)
     if not dry_run:
         meta.counts = actual

@@ -17,12 +17,12 @@ from holdfast._core import lifecycle, replies
 from holdfast._core.clock import Clock, QueueTime
 from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
-from holdfast._core.jobs import FINISHED, PRIORITIES, Complete, Fail, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.jobs import PRIORITIES, Complete, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.facts import workers_by_queue
 from holdfast.storage.local import table as tables
 from holdfast.storage.local.audit import repair_page, unreadable_meta
-from holdfast.storage.local.table import QueueMeta, QueueTransaction, Table
+from holdfast.storage.local.table import BRIEF, FINISHED_INDEXES, QueueMeta, QueueTransaction, Table
 from holdfast.storage.validation import FAILED_SUFFIX, MAX_CALL_BYTES, MAX_ITEMS, MAX_SWEEP
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Engine:
         times = (self.table.next_sweep_at(queue), None if paused else self.table.next_run_at(queue))
         if any(at is not None and at <= transaction.now for at in times):
             return True
-        return forgotten and bool(transaction.past_forget_time(1))
+        return forgotten and bool(transaction.to_forget(1))
 
     def note_time(self, queues: Sequence[str]) -> None:
         """Note the time of queues in which nothing happens."""
@@ -118,7 +118,7 @@ class Engine:
 
     def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:
         transaction = self._begin(queue)
-        transaction.sweep_forgotten(FORGET_PER_ITEM * len(batch))
+        transaction.sweep_forgotten(FORGET_PER_ITEM * len(batch), len(batch))
         records = transaction.load([item.id for item in batch])
         results: list[replies.SettleResult] = []
         follow_ups: list[Request] = []
@@ -186,10 +186,10 @@ class Engine:
 
     def scan(self, queue: str, state: State | None, after: str | None, limit: int) -> replies.Page:
         time = self._begin(queue).time
-        states, start = tables.read_cursor(state, after)
+        indexes, start = tables.read_cursor(state, after)
         jobs: list[Job] = []
         end: str | None = None
-        for at in states:
+        for at in indexes:
             page, place = self.table.page(queue, at, start, max(limit - len(jobs), 1))
             if page and len(jobs) == limit:
                 end = tables.write_cursor(state, at, None)
@@ -217,7 +217,8 @@ class Engine:
         except QueueDamaged as error:
             return replies.QueueStats(queue, problem=str(error))
         meta, now, counts = transaction.meta, transaction.now, transaction.meta.counts
-        past = {state: self.table.past(queue, state, now) if counts.get(state) else 0 for state in FINISHED}
+        past = {index: self.table.past(queue, index, now) if counts.get(index) else 0 for index in FINISHED_INDEXES}
+        kept = {index: counts.get(index, 0) - past[index] for index in FINISHED_INDEXES}
         scheduled = self.table.scheduled(queue, now) if counts.get(State.WAITING) else 0
         heads = self.table.due(queue, now, len(PRIORITIES), 1) if counts.get(State.WAITING, 0) > scheduled else []
         oldest = min((max(job.run_at, job.generation) for job in heads), default=now)
@@ -228,9 +229,9 @@ class Engine:
             running=counts.get(State.RUNNING, 0),
             retrying=counts.get("retrying", 0),
             deferred=counts.get("deferred", 0),
-            completed=counts.get(State.COMPLETED, 0) - past[State.COMPLETED],
-            failed=counts.get(State.FAILED, 0) - past[State.FAILED],
-            cancelled=counts.get(State.CANCELLED, 0) - past[State.CANCELLED],
+            completed=kept[State.COMPLETED] + kept[BRIEF],
+            failed=kept[State.FAILED],
+            cancelled=kept[State.CANCELLED],
             expired=sum(past.values()),
             oldest_ready_ms=max(0, now - oldest) // 1000,
             paused=meta.paused,
@@ -258,17 +259,18 @@ class Engine:
     def drop(self, queue: str, limit: int) -> int:
         transaction = self._begin(queue)
         self._purge(transaction, tuple(State), limit)
-        left = sum(transaction.meta.counts.get(state, 0) for state in State)
+        left = sum(transaction.meta.counts.get(index, 0) for index in (*State, BRIEF))
         if not left and self.table.meta(queue):
             self.table.drop(queue)
         return left
 
     def _purge(self, transaction: QueueTransaction, states: Collection[State], limit: int) -> int:
         done = 0
-        for state in (state for state in State if state in states and state is not State.RUNNING):
+        wanted = [state for state in State if state in states and state is not State.RUNNING]
+        for index in (index for state in wanted for index in tables.indexes_of(state)):
             if done == limit:
                 break
-            jobs, _ = self.table.page(transaction.queue, state, None, limit - done)
+            jobs, _ = self.table.page(transaction.queue, index, None, limit - done)
             for job in jobs:
                 kind = EventKind.PURGED if job.state is State.WAITING else EventKind.FORGOTTEN
                 transaction.record_change(job.id, job, lifecycle.Step(None, (kind,)))

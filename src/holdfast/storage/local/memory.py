@@ -21,7 +21,7 @@ from holdfast._core.replies import Enqueued, StorageInfo, WorkerInfo
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.local.engine import Engine, LocalStorage
-from holdfast.storage.local.table import Change, Found, Place, QueueMeta, count, index_of, view_of
+from holdfast.storage.local.table import BRIEF, Change, Found, Place, QueueMeta, count, index_name, index_of, view_of
 from holdfast.storage.urls import redact
 from holdfast.storage.validation import id_bytes
 
@@ -32,7 +32,7 @@ class MemoryQueue:
     def __init__(self) -> None:
         self.meta = QueueMeta()
         self.records: dict[bytes, Job] = {}
-        self.indexes: dict[str, list[Place]] = {state: [] for state in State}
+        self.indexes: dict[str, list[Place]] = {index: [] for index in (*State, BRIEF)}
 
     def place(self, key: bytes, job: Job) -> None:
         index, at = index_of(job)
@@ -41,7 +41,7 @@ class MemoryQueue:
     def add(self, key: bytes, job: Job) -> None:
         self.records[key] = job
         self.place(key, job)
-        count(self.meta, job.state, view_of(job), 1)
+        count(self.meta, index_name(job), view_of(job), 1)
 
     def find(self, key: bytes, job: Job) -> int | None:
         """Return the position of a record in its index; None if it is not there."""
@@ -53,12 +53,12 @@ class MemoryQueue:
     def displace(self, key: bytes, job: Job) -> None:
         position = self.find(key, job)
         if position is not None:
-            del self.indexes[job.state][position]
+            del self.indexes[index_name(job)][position]
 
-    def read(self, state: State, start: int, end: int) -> list[Job]:
-        """Return the records of a part of an index. An entry whose record has another state, or none, is skipped."""
-        jobs = (self.records.get(key) for _, key in self.indexes[state][start:end])
-        return [job for job in jobs if job is not None and job.state is state]
+    def read(self, index: str, start: int, end: int) -> list[Job]:
+        """Return the records of a part of an index. An entry whose record is in another index, or none, is skipped."""
+        jobs = (self.records.get(key) for _, key in self.indexes[index][start:end])
+        return [job for job in jobs if job is not None and index_name(job) == index]
 
 
 class MemoryTable:
@@ -112,7 +112,7 @@ class MemoryTable:
             key = id_bytes(change.id)
             if change.before is not None:
                 into.displace(key, change.before)
-                count(into.meta, change.before.state, view_of(change.before), -1)
+                count(into.meta, index_name(change.before), view_of(change.before), -1)
             if change.after is not None:
                 into.add(key, change.after)
             else:
@@ -149,27 +149,27 @@ class MemoryTable:
             for priority in reversed(PRIORITIES)
         ]
 
-    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
-        return self._queue(queue).read(state, 0, min(self.past(queue, state, now), limit))
+    def upto(self, queue: str, index: str, now: int, limit: int) -> list[Job]:
+        return self._queue(queue).read(index, 0, min(self.past(queue, index, now), limit))
 
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]:
         running = self._queue(queue).read(State.RUNNING, 0, len(self._queue(queue).indexes[State.RUNNING]))
         return [job for job in running if job.worker == worker][:limit]
 
-    def past(self, queue: str, state: State, now: int) -> int:
-        return bisect.bisect_left(self._queue(queue).indexes[state], ((now + 1,), b""))
+    def past(self, queue: str, index: str, now: int) -> int:
+        return bisect.bisect_left(self._queue(queue).indexes[index], ((now + 1,), b""))
 
     def next_sweep_at(self, queue: str) -> int | None:
         entries = self._queue(queue).indexes[State.RUNNING]
         return entries[0][0][0] if entries else None
 
-    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+    def page(self, queue: str, index: str, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         source = self._queue(queue)
-        entries = source.indexes[state]
+        entries = source.indexes[index]
         start = 0 if after is None else bisect.bisect_right(entries, after)
         chosen = entries[start : start + limit]
         more = start + limit < len(entries)
-        return source.read(state, start, start + limit), chosen[-1] if more else None
+        return source.read(index, start, start + limit), chosen[-1] if more else None
 
     def workers(self) -> list[WorkerInfo]:
         return list(self._workers.values())
@@ -204,7 +204,7 @@ class MemoryTable:
     def tally(self, queue: str) -> dict[str, int]:
         counted = QueueMeta()
         for job in self._queue(queue).records.values():
-            count(counted, job.state, view_of(job), 1)
+            count(counted, index_name(job), view_of(job), 1)
         return counted.counts
 
     def check_indexes(self, queue: str) -> list[str]:
@@ -221,7 +221,7 @@ class MemoryTable:
 
     def rebuild_indexes(self, queue: str) -> None:
         source = self._queue(queue)
-        source.indexes = {state: [] for state in State}
+        source.indexes = {index: [] for index in (*State, BRIEF)}
         for key, job in source.records.items():
             source.place(key, job)
 

@@ -24,6 +24,9 @@ MAX_LISTED_BYTES = 4096
 VIEWS = ("retrying", "deferred")
 """Names under which records are counted in addition to their state."""
 
+BRIEF = "brief"
+"""The index of completed records whose outcome is brief. All other indexes have the names of states."""
+
 SortKey = tuple[int, ...]
 """The key of a record in its index; the id breaks ties."""
 Place = tuple[SortKey, bytes]
@@ -81,11 +84,11 @@ class Table(Protocol):
     def due(self, queue: str, now: int, limit: int, each: int = MAX_ITEMS) -> list[Job]: ...
     def next_run_at(self, queue: str) -> int | None: ...
     def scheduled(self, queue: str, now: int) -> int: ...
-    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]: ...
+    def upto(self, queue: str, index: str, now: int, limit: int) -> list[Job]: ...
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]: ...
-    def past(self, queue: str, state: State, now: int) -> int: ...
+    def past(self, queue: str, index: str, now: int) -> int: ...
     def next_sweep_at(self, queue: str) -> int | None: ...
-    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]: ...
+    def page(self, queue: str, index: str, after: Place | None, limit: int) -> tuple[list[Job], Place | None]: ...
     def workers(self) -> list[WorkerInfo]: ...
     def write_worker(self, worker: str, stats: WorkerInfo | None) -> None: ...
     def note(self, name: str, now: int) -> bytes | None: ...
@@ -100,10 +103,20 @@ class Table(Protocol):
 def index_of(job: Job) -> tuple[str, SortKey]:
     """Return the one index that a record is in, and its key there. No other Python code decides this."""
     if job.outcome is not None:
-        return job.outcome.state, (job.outcome.forget_at,)
+        return index_name(job), (job.outcome.forget_at,)
     if job.run is not None:
         return State.RUNNING, (job.run.until_at,)
     return State.WAITING, (-job.work.priority, job.run_at, job.arrival)
+
+
+def index_name(job: Job) -> str:
+    """Return the name of the index that a record is in, by which records are counted too."""
+    return BRIEF if job.outcome is not None and job.outcome.brief else job.state
+
+
+def indexes_of(state: State) -> list[str]:
+    """Return the indexes with the records of a state, in the order in which they are listed."""
+    return [state, BRIEF] if state is State.COMPLETED else [state]
 
 
 def newest_stamp(job: Job) -> int:
@@ -128,7 +141,7 @@ def count(meta: QueueMeta, state: str, view: str | None, by: int) -> None:
         meta.counts[view] = meta.counts.get(view, 0) + by
 
 
-_FINISHED = (State.COMPLETED, State.FAILED, State.CANCELLED)
+FINISHED_INDEXES = (State.COMPLETED, State.FAILED, State.CANCELLED, BRIEF)
 
 
 class QueueTransaction:
@@ -198,18 +211,24 @@ class QueueTransaction:
             (stalled if step.kinds else overdue).append(job.id)
         return overdue, stalled, len(jobs) == limit
 
-    def past_forget_time(self, limit: int) -> list[Job]:
+    def to_forget(self, limit: int, surplus: int = 0) -> list[Job]:
+        """Return records past their forget time, at most `limit`, and the oldest `surplus` brief ones."""
         jobs: list[Job] = []
-        for state in _FINISHED:
-            if self.meta.counts.get(state) and len(jobs) < limit:
-                jobs += self.table.upto(self.queue, state, self.now, limit - len(jobs))
+        for index in FINISHED_INDEXES:
+            found: list[Job] = []
+            if self.meta.counts.get(index) and len(jobs) < limit:
+                found = self.table.upto(self.queue, index, self.now, limit - len(jobs))
+            if index == BRIEF and len(found) < surplus:
+                found, _ = self.table.page(self.queue, index, None, surplus)
+            jobs += found
         return jobs
 
-    def sweep_forgotten(self, limit: int) -> int:
-        """Delete records past their forget time, at most `limit`. Return how many were past it."""
-        jobs = self.past_forget_time(limit)
+    def sweep_forgotten(self, limit: int, adding: int = 0) -> int:
+        """Delete records past their forget time, at most `limit`, and the oldest brief ones if the queue would have
+        more than `MAX_BRIEF` with those that a step is `adding`. Return how many were met."""
+        jobs = self.to_forget(limit, self.meta.counts.get(BRIEF, 0) + adding - lifecycle.MAX_BRIEF)
         for job in jobs:
-            if lifecycle.forgotten(job, self.now):
+            if lifecycle.forgotten(job, self.now) or index_name(job) == BRIEF:
                 self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
             else:
                 self.rewrite(job, job)
@@ -305,26 +324,31 @@ def _if_small(value: bytes | None) -> bytes | None:
     return None if value is None or len(value) > MAX_LISTED_BYTES else value
 
 
-def read_cursor(state: State | None, after: str | None) -> tuple[list[State], Place | None]:
-    """Return the states to list, one after the other, and the place in the first of them after which to begin. A cursor
-    of a list of all states names its state."""
-    states = list(State) if state is None else [state]
+def read_cursor(state: State | None, after: str | None) -> tuple[list[str], Place | None]:
+    """Return the indexes to list, one after the other, and the place in the first of them after which to begin. A
+    cursor of a list of several indexes names its index."""
+    indexes = _listed_indexes(state)
     if after is None:
-        return states, None
-    if state is None:
+        return indexes, None
+    if len(indexes) > 1:
         name, _, place = after.partition(":") if isinstance(after, str) else ("", "", "")
-        if name not in State.__members__.values():
+        if name not in indexes:
             kind = type(after).__name__
             raise OptionError(
-                f"{after!r:.80} ({kind}) is not a cursor of a list of all states: pass one that it returned"
+                f"{after!r:.80} ({kind}) is not a cursor of a list of {state or 'all states'}:"
+                " pass one that it returned"
             )
-        states, after = states[states.index(State(name)) :], place
+        indexes, after = indexes[indexes.index(name) :], place
         if not after:
-            return states, None
-    return states, decode_cursor(after, 3 if states[0] is State.WAITING else 1)
+            return indexes, None
+    return indexes, decode_cursor(after, 3 if indexes[0] == State.WAITING else 1)
 
 
-def write_cursor(state: State | None, at: State, end: Place | None) -> str:
-    """Return a cursor after a place in the index of a state; without a place, at its beginning."""
+def _listed_indexes(state: State | None) -> list[str]:
+    return [index for one in (State if state is None else [state]) for index in indexes_of(one)]
+
+
+def write_cursor(state: State | None, index: str, end: Place | None) -> str:
+    """Return a cursor after a place in an index; without a place, at its beginning."""
     place = "" if end is None else encode_cursor(*end)
-    return place if state is not None else f"{at}:{place}"
+    return f"{index}:{place}" if len(_listed_indexes(state)) > 1 else place

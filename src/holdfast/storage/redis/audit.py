@@ -15,8 +15,9 @@ from holdfast._core.replies import Problem, Repaired
 from holdfast.errors import OptionError
 from holdfast.storage.local.audit import compare_counts, examine, unreadable_meta
 from holdfast.storage.local.table import VIEWS, Found, view_of
+from holdfast.storage.redis import codec
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.redis.codec import INDEXED_STATES, KINDS
+from holdfast.storage.redis.codec import KINDS
 from holdfast.storage.redis.raw import Argument
 from holdfast.storage.redis.reads import Entry, job_or_none, read_page, read_stats
 from holdfast.storage.validation import clean_id
@@ -24,7 +25,14 @@ from holdfast.storage.validation import clean_id
 PAGE = 200
 MAX_PASSES = 2
 """How often a repair starts again after it has changed something."""
-INDEXES = (*(f":w{priority}" for priority in range(9, -1, -1)), ":running", ":completed", ":failed", ":cancelled")
+INDEXES = (
+    *(f":w{priority}" for priority in range(9, -1, -1)),
+    ":running",
+    ":completed",
+    ":failed",
+    ":cancelled",
+    ":brief",
+)
 
 
 class _Cursor(msgspec.Struct, array_like=True):
@@ -67,7 +75,7 @@ class Audit:
             at.version = stats.version
         if not at.scanned:
             checked, at_end = await self._entries(at, problems, mends)
-            running = stats.sizes[INDEXED_STATES.index(State.RUNNING)]
+            running = stats.sizes[codec.INDEXES.index(State.RUNNING)]
             scans = at_end and (stats.records != at.entries or stats.leases != running)
             at.scanned = "0" if scans else ""
         else:
@@ -113,7 +121,7 @@ class Audit:
             for name in (job.state, view_of(job)):
                 if name is not None:
                     counts[name] = counts.get(name, 0) + 1
-        problem, _ = examine(self._queue, Found(id, job, None, entry.state, entry.key), time)
+        problem, _ = examine(self._queue, Found(id, job, None, entry.index_name, entry.key), time)
         return problem
 
     async def _unindexed(self, at: _Cursor, problems: list[Problem], mends: list[Argument]) -> int:

@@ -35,7 +35,8 @@ MAX_IDLE_QUEUES = 1000
 """How many queues without calls are kept before those are dropped."""
 CLOSED = "the storage was closed"
 KEYS = (
-    *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":wake", ":floor"),
+    *(":meta", ":jobs", ":runs", ":running", ":completed", ":failed", ":cancelled", ":brief"),
+    *(":wake", ":floor"),
     *(f":w{priority}" for priority in range(10)),
     *(":workers", ":beats", ":notes", ":noted", ":queues", ":layout"),
 )

@@ -15,14 +15,17 @@ from holdfast._core.events import Event, EventKind
 from holdfast._core.extension import Extension, pack_extension, split_extension, unpack_extension
 from holdfast._core.jobs import LIVE, Job, Outcome, State, StoredLease, Value, Work
 from holdfast._core.replies import Placed
+from holdfast.storage.local.table import FINISHED_INDEXES
 from holdfast.storage.validation import clean_id, id_bytes
 
-STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
+STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED, State.COMPLETED)
+"""States by the number that Lua gives them. The last one is that of a brief outcome."""
+BRIEF_STATE = 6
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
 KINDS = tuple(EventKind)
 """Lua numbers the members of this tuple, of STATES and of PLACED from 1."""
-INDEXED_STATES = (State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED)
-"""The states with one index each, in the order of the replies of `stats`."""
+INDEXES = (State.RUNNING, *FINISHED_INDEXES)
+"""The indexes of jobs that do not wait, in the order of the replies of `stats`."""
 RULES: tuple[bool | Literal["if_later", "if_earlier"], ...] = (False, True, "if_later", "if_earlier")
 COUNTS = ("retries", "stalls", "timeouts")
 NOW, DELAY, WALL_TIME = range(3)
@@ -137,7 +140,8 @@ def decode_job(id: bytes, raw: bytes, run: StoredLease | None) -> Job:
     times = (generation, run_at, arrival, wall_at)
     _check_times(*times, keep, keep_until_at)
     work = _work_of(raw[at:] if flags & PAYLOAD else None, priority, terms, of_work)
-    counts = (attempts + (run is not None), retries, stalls, timeouts)
+    ran = run is not None or (outcome is not None and outcome.started_at > 0)
+    counts = (attempts + ran, retries, stalls, timeouts)
     custom_id, kept = bool(flags & FLAG_CUSTOM_ID), (keep - 1 if keep else None, keep_until_at)
     return Job(clean_id(id), work, *times, custom_id, *counts, error, run, outcome, previous, *kept, of_job)
 
@@ -175,7 +179,8 @@ def decode_outcome(packed: bytes) -> Outcome:
     if at != len(packed) or known is None or known in LIVE:
         raise ValueError("the bytes are not an outcome")
     _check_times(generation, started_at, ended_at, forget_at, dedup_at)
-    return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error, started_at, worker)
+    brief = state == BRIEF_STATE
+    return Outcome(generation, known, ended_at, forget_at, dedup_at, result, codec, error, started_at, worker, brief)
 
 
 def decode_run(packed: bytes) -> StoredLease:
@@ -243,7 +248,7 @@ def settlement_args(item: jobs.Settlement) -> tuple[bytes, bytes, bytes, bytes]:
     match item:
         case jobs.Complete():
             body, extra = item.result, item.codec.encode()
-            numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, 0)
+            numbers = (1, item.fence, item.result_ttl_ms, item.dedup_ttl_ms, body is not None, int(item.brief))
         case jobs.Fail():
             body = item.error
             if item.follow_up is not None:
@@ -306,7 +311,7 @@ class StatsReply(NamedTuple):
     scheduled: int
     oldest: int
     sizes: list[int]
-    """The sizes of the indexes of `INDEXED_STATES`."""
+    """The sizes of `INDEXES`."""
     past: list[int]
     """How many of `sizes` have a score in the past: finished records that are forgotten and not yet swept."""
     retrying: int

@@ -14,7 +14,16 @@ from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Page, QueueStats, WorkerFacts, WorkerInfo
 from holdfast.errors import OptionError
 from holdfast.storage.facts import unpack
-from holdfast.storage.local.table import Place, SortKey, as_read, listed, read_cursor, write_cursor
+from holdfast.storage.local.table import (
+    BRIEF,
+    FINISHED_INDEXES,
+    Place,
+    SortKey,
+    as_read,
+    listed,
+    read_cursor,
+    write_cursor,
+)
 from holdfast.storage.redis import codec
 from holdfast.storage.redis.calls import Calls
 from holdfast.storage.validation import clean_id, id_bytes
@@ -45,8 +54,9 @@ class Entry(NamedTuple):
         return codec.id_of(self.member) if self.waits else self.member
 
     @property
-    def state(self) -> State:
-        return State.WAITING if self.waits else State(self.where[1:])
+    def index_name(self) -> str:
+        """The index as `table.index_name` gives it."""
+        return State.WAITING if self.waits else self.where[1:]
 
     @property
     def key(self) -> SortKey:
@@ -81,17 +91,17 @@ def job_or_none(id: bytes, raw: bytes, run: bytes | None) -> Job | None:
         return None
 
 
-def indexes_of(states: Sequence[State], start: Place | None) -> list[str]:
-    """Return the indexes of these states in order. Those of waiting jobs begin with the priority of the place."""
+def indexes_of(names: Sequence[str], start: Place | None) -> list[str]:
+    """Return the keys of these indexes in order. Those of waiting jobs begin with the priority of the place."""
     indexes: list[str] = []
-    for at, state in enumerate(states):
-        if state is State.WAITING:
+    for at, name in enumerate(names):
+        if name == State.WAITING:
             first = 9 if at or start is None else -start[0][0]
             if not 0 <= first <= 9 or (start is not None and not 0 <= start[0][2] < 2**63):
                 raise OptionError(f"{start!r:.80} is not a place among waiting jobs: pass the cursor of the last page")
             indexes += [f":w{priority}" for priority in range(first, -1, -1)]
         else:
-            indexes.append(f":{state}")
+            indexes.append(f":{name}")
     return indexes
 
 
@@ -112,15 +122,15 @@ async def read_jobs(calls: Calls, key: str, ids: Sequence[str]) -> list[Job | No
 
 
 async def scan(calls: Calls, key: str, state: State | None, after: str | None, limit: int) -> Page:
-    states, start = read_cursor(state, after)
-    indexes = indexes_of(states, start)
+    names, start = read_cursor(state, after)
+    indexes = indexes_of(names, start)
     time, entries = await read_page(calls, key, indexes, score_and_member(start), limit + 1)
     jobs = [job_or_damaged(entry.id, entry.raw, entry.run, time.last_at) for entry in entries]
     end: str | None = None
     if len(jobs) > limit:
         last, following = entries[limit - 1 : limit + 1]
-        place = (last.key, last.id) if last.state is following.state else None
-        end = write_cursor(state, following.state, place)
+        place = (last.key, last.id) if last.index_name == following.index_name else None
+        end = write_cursor(state, following.index_name, place)
     return Page(listed([job for job in jobs[:limit] if job is not None], time), end)
 
 
@@ -146,8 +156,9 @@ async def read_workers(calls: Calls, key: str) -> tuple[int, list[WorkerInfo]]:
 
 
 def queue_stats(queue: str, reply: codec.StatsReply, serving: Mapping[str, list[str]]) -> QueueStats:
-    sizes = dict(zip(codec.INDEXED_STATES, reply.sizes, strict=True))
-    forgotten = dict(zip(codec.INDEXED_STATES, reply.past, strict=True))
+    sizes = dict(zip(codec.INDEXES, reply.sizes, strict=True))
+    expired = dict(zip(codec.INDEXES, reply.past, strict=True))
+    kept = {index: sizes[index] - expired[index] for index in FINISHED_INDEXES}
     return QueueStats(
         queue,
         ready=reply.ready,
@@ -155,10 +166,10 @@ def queue_stats(queue: str, reply: codec.StatsReply, serving: Mapping[str, list[
         running=sizes[State.RUNNING],
         retrying=reply.retrying,
         deferred=reply.deferred,
-        completed=sizes[State.COMPLETED] - forgotten[State.COMPLETED],
-        failed=sizes[State.FAILED] - forgotten[State.FAILED],
-        cancelled=sizes[State.CANCELLED] - forgotten[State.CANCELLED],
-        expired=sum(forgotten.values()) - forgotten[State.RUNNING],
+        completed=kept[State.COMPLETED] + kept[BRIEF],
+        failed=kept[State.FAILED],
+        cancelled=kept[State.CANCELLED],
+        expired=sum(expired[index] for index in FINISHED_INDEXES),
         oldest_ready_ms=max(0, reply.now - reply.oldest) // 1000,
         paused=bool(reply.paused),
         reason=reply.reason.decode(errors="replace"),

@@ -126,10 +126,10 @@ def job_of(row: Row) -> Job:
 
 def place_of(job: Job) -> Row:
     """Return the columns that place a record: state, view, priority, run_at, arrival, until_at, worker."""
-    state, key = index_of(job)
-    until_at = None if state is State.WAITING else key[0]
+    index, key = index_of(job)
+    until_at = None if index == State.WAITING else key[0]
     holder = None if job.run is None else job.run.worker
-    return (str(state), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, holder)
+    return (str(index), view_of(job), job.work.priority, job.run_at, job.arrival, until_at, holder)
 
 
 # Values bound to a statement. Python's module binds text, numbers and bytearrays directly, but looks for an adapter for

@@ -19,7 +19,7 @@ CREATE TABLE IF NOT EXISTS holdfast_jobs (
   job      INTEGER PRIMARY KEY,
   queue    INTEGER NOT NULL,
   id       BLOB NOT NULL CHECK (typeof(id) = 'blob'),
-  state    TEXT NOT NULL,                 -- waiting, running, completed, failed, cancelled
+  state    TEXT NOT NULL,                 -- waiting, running, completed, failed, cancelled; or brief: completed, and kept only for its handle
   view     TEXT,                          -- retrying, deferred
   priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 9),  -- higher first
   run_at   INTEGER NOT NULL,

@@ -22,7 +22,17 @@ from holdfast._core.replies import WorkerInfo
 from holdfast.storage.base import QueueDamaged
 from holdfast.storage.facts import pack, unpack
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
-from holdfast.storage.local.table import Change, Found, Place, QueueMeta, count, index_of, newest_stamp, view_of
+from holdfast.storage.local.table import (
+    Change,
+    Found,
+    Place,
+    QueueMeta,
+    count,
+    index_name,
+    index_of,
+    newest_stamp,
+    view_of,
+)
 from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes
 
 T = TypeVar("T")
@@ -212,16 +222,16 @@ class SqliteTable:
         )
         return {job.id: job for job in self._read(queue, rows)}
 
-    def _read(self, queue: str, rows: Iterable[Row], state: State | None = None) -> list[Job]:
-        """Return the jobs of these rows. With `state`, a record of another state is damaged: its columns are wrong."""
+    def _read(self, queue: str, rows: Iterable[Row], index: str | None = None) -> list[Job]:
+        """Return the jobs of these rows. With `index`, a record of another one is damaged: its columns are wrong."""
         jobs: list[Job] = []
         for row in rows:
             try:
                 job = job_of(row)
-                if state is None or job.state is state:
+                if index is None or index_name(job) == index:
                     jobs.append(job)
                     continue
-                counted = job.state, view_of(job)
+                counted = index_name(job), view_of(job)
             except UNREADABLE:
                 counted = row[1], row[2]
             self._damaged[self._numbers[queue], row[0]] = counted
@@ -245,7 +255,7 @@ class SqliteTable:
             if before is None:
                 inserts.append(after)
                 continue
-            count(meta, after.state, view_of(after), 1)
+            count(meta, index_name(after), view_of(after), 1)
             payload = after.work.payload
             if before.work is after.work and before is not after:
                 updates.append((*changed_row(after), number, blob_of(after.id)))
@@ -295,11 +305,11 @@ class SqliteTable:
         last stamp of the queue if it is the highest."""
         meta = self._metas[queue]
         damaged = self._damaged.pop((self._numbers[queue], id_bytes(job.id)), None) if self._damaged else None
-        state, view = damaged or (job.state, view_of(job))
-        count(meta, state, view, -1)
+        index, view = damaged or (index_name(job), view_of(job))
+        count(meta, index, view, -1)
         if damaged is not None:
             meta.time.last_stamp = max(meta.time.last_stamp, job.generation)
-            if state in LIVE:
+            if index in LIVE:
                 meta.totals[EventKind.FAILED] = meta.totals.get(EventKind.FAILED, 0) + 1
 
     def due(self, queue: str, now: int, limit: int, each: int = MAX_ITEMS) -> list[Job]:
@@ -321,8 +331,8 @@ class SqliteTable:
         )
         return self._read(queue, rows, State.RUNNING)
 
-    def past(self, queue: str, state: State, now: int) -> int:
-        return self._number(_PAST, queue, state=state, now=now) or 0
+    def past(self, queue: str, index: str, now: int) -> int:
+        return self._number(_PAST, queue, state=index, now=now) or 0
 
     def next_sweep_at(self, queue: str) -> int | None:
         return self._number(_NEXT_SWEEP_AT, queue)
@@ -331,26 +341,26 @@ class SqliteTable:
         found: int | None = self._db.execute(statement, {"queue": self._numbers[queue], **values}).fetchone()[0]
         return found
 
-    def upto(self, queue: str, state: State, now: int, limit: int) -> list[Job]:
+    def upto(self, queue: str, index: str, now: int, limit: int) -> list[Job]:
         rows = self._db.execute(
             f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at <= ?"
             " ORDER BY until_at, id LIMIT ?",
-            (self._numbers[queue], state, now, limit),
+            (self._numbers[queue], index, now, limit),
         )
-        return self._read(queue, rows, state)
+        return self._read(queue, rows, index)
 
-    def page(self, queue: str, state: State, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
+    def page(self, queue: str, index: str, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         number = self._numbers[queue]
         key, id = after or ((), b"")
-        if state is State.WAITING:
+        if index == State.WAITING:
             rows = self._page_waiting(number, key, limit + 1)
         else:
-            rows = self._db.execute(_PAGE_UNTIL, (number, state, key[0] if key else -1, id, limit + 1)).fetchall()
-        jobs = self._read(queue, rows[:limit], state)
+            rows = self._db.execute(_PAGE_UNTIL, (number, index, key[0] if key else -1, id, limit + 1)).fetchall()
+        jobs = self._read(queue, rows[:limit], index)
         if len(rows) <= limit:
             return jobs, None
         last = rows[limit - 1]
-        last_key = (-last[3], last[4], last[5]) if state is State.WAITING else (last[8],)
+        last_key = (-last[3], last[4], last[5]) if index == State.WAITING else (last[8],)
         return jobs, (last_key, last[0])
 
     def _page_waiting(self, number: int, key: tuple[int, ...], limit: int) -> list[Row]:

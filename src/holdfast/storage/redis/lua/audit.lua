@@ -79,7 +79,7 @@ function VERBS.repair()
     if entry.job then
       tx.time[LAST_STAMP] = max(tx.time[LAST_STAMP], newest_stamp(entry.job))
       if entry.job.outcome and entry.ran then entry.job.run = nil end
-      for state = RUNNING, CANCELLED do call('ZREM', QUEUE .. INDEXES[state], id) end
+      for state = RUNNING, BRIEF do call('ZREM', QUEUE .. INDEXES[state], id) end
       entry.key, entry.job.changed = nil, true
       transaction.record_change(tx, entry, entry.job)
     else

@@ -11,14 +11,18 @@ local completed, encode_outcome = lifecycle.completed, record.encode_outcome
 -- The last byte of some fields, and the least size of a record without and with LONG.
 local GENERATION_END, RETRIES_END, FENCE_END = RUN_AT_AT - 1, STALLS_AT - 1, LEASE_MS_AT - 1
 local HEAD_BYTES, LONG_BYTES = ARRIVAL_AT - 1, LONG_END - 1
+-- Where the outcome of a short record has its state and its forget time.
+local OUTCOME_AT, FORGOTTEN_AT, FORGOTTEN_END = 23, 48, 55
 -- Where the head of a settlement has its fence and its two lengths.
 local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
 
--- By the flags of a record. LIVE: without an outcome and an extension. PLAIN: without counts, error and waiters too.
-local PLAIN, LIVE = {}, {}
+-- By the flags of a record, all without an extension. LIVE: without an outcome. PLAIN: without counts, error and waiters too.
+-- SHORT: with an outcome, and without counts, error and waiters.
+local PLAIN, LIVE, SHORT = {}, {}, {}
 for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   LIVE[flags] = flags % (2 * FINISHED) < FINISHED
   PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG
+  SHORT[flags] = not LIVE[flags] and flags % 2 ~= LONG
 end
 
 local NO_RETRIES = '\0\0\0\0'
@@ -99,6 +103,21 @@ function fast.complete_plain(tx, id, raw)
   record_event(tx, KIND.COMPLETED, id, listened_to(tx) and unpack_from('>I8', raw, GENERATION_AT) or 0, 0, '')
 end
 
+-- Whether a sweep can delete a record without decoding it: a finished one without LONG, which nobody waits for.
+function fast.forgets(raw, run, state, now)
+  return FAST and raw and not run and SHORT[byte(raw)] and #raw > FORGOTTEN_END
+    and byte(raw, OUTCOME_AT) == state and (state == BRIEF or unpack_from('<I8', raw, FORGOTTEN_AT) <= now)
+end
+
+-- Delete a record that `forgets`.
+function fast.forget_short(tx, id, index)
+  local writes = tx.writes
+  append(list_of(writes, 'removed'), id)
+  append(list_of(writes.zrem, index), id)
+  tx.entries[id] = {id = id}
+  record_event(tx, KIND.FORGOTTEN, id, 0, 0, '')
+end
+
 -- Complete a job, with or without waiters, and keep its outcome. Returns false, without an effect, for other records.
 function fast.complete_remembered(tx, id, raw, settlement, worker)
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
@@ -124,13 +143,16 @@ function fast.complete_remembered(tx, id, raw, settlement, worker)
   local outcome = completed({generation = generation, keep_until_at = keep_until_at, run = run}, settlement, tx.now)
   if outcome.forget_at <= tx.now then return false end
   local writes, packed = tx.writes, encode_outcome(outcome)
-  flags = MARK + LONG + FINISHED + band(flags, CUSTOM_ID + TERMS)
-  append(list_of(writes, 'jobs'), id, pack(HEAD, flags, priority, generation, run_at)
-    .. pack(LONG_PART, arrival, wall_at, attempts + 1, 0, stalls, timeouts, 0, keep_until_at, 0, 0, #waiters) .. waiters
+  local middle = ''
+  if flags % 2 == LONG then
+    middle = pack(LONG_PART, arrival, wall_at, attempts, 0, stalls, timeouts, 0, keep_until_at, 0, 0, #waiters) .. waiters
+  end
+  flags = MARK + FINISHED + band(flags, LONG + CUSTOM_ID + TERMS)
+  append(list_of(writes, 'jobs'), id, pack(HEAD, flags, priority, generation, run_at) .. middle
     .. pack('<I4', #packed) .. packed .. terms)
   append(list_of(writes, 'ended'), id)
   append(list_of(writes.zrem, ':running'), id)
-  append(list_of(writes.zadd, ':completed'), outcome.forget_at, id)
+  append(list_of(writes.zadd, INDEXES[outcome.state]), outcome.forget_at, id)
   tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], outcome.forget_at)
   tx.entries[id] = REMOVED
   record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)

@@ -18,6 +18,7 @@ whose slot is being moved.
   {ns/q}:w0 .. :w9  zset    waiting jobs, one key per priority: arrival (8 bytes, big-endian) and id, by run_at
   {ns/q}:running    zset    id, by until_at
   {ns/q}:completed  zset    id, by forget_at; likewise :failed and :cancelled
+  {ns/q}:brief      zset    the same of completed jobs whose outcome is kept only for its handle, at most MAX_BRIEF
   {ns/q}:wake       list    at most one token: there may be work
   {ns/q}:floor      string  the last stamp of a queue that was dropped; expires
   {ns/q}:call:CLIENT:VERB   string  that client's last number for this verb, and the reply; expires when idle
@@ -38,7 +39,8 @@ except in the first line: a plain record has the same bytes there as the beginni
   [EXTENDED]  #extension I4  extension
   payload
 
-A record without LONG has arrival = generation and 0 in the other fields. `attempts` does not count the present run.
+A record without LONG has arrival = generation and 0 in the other fields. `attempts` does not count the present run, nor
+the run that ended the job.
 OUTCOME   state B  generation I8  started_at I8  ended_at I8  forget_at I8  dedup_at I8  #worker I2  #codec B  #result+1 I4
           #error+1 I4  worker  codec  result  error. Without a run that ended the job, started_at is 0 and worker empty.
 TERMS     result_ttl_ms+1 I8, and the other options of the work, which only clients read
@@ -57,12 +59,14 @@ local RESULT_TTL_MS, CANCELLED_TTL_MS, FAILURE_TTL_MS, WAITED_MS = 3600000, 6000
 local MAX_STALL_DELAY_MS = 300000
 local DAMAGED = '{"type":"RecordDamaged","message":"the stored record could not be read","kind":"permanent"}'
 local NEVER = 9007199254740991
-local SWEEP_ON_CLAIM, FORGET_PER_ITEM = 10, 2
+local SWEEP_ON_CLAIM, FORGET_PER_ITEM, MAX_BRIEF = 10, 2, 100000
 local CALL_KEPT_MS, FLOOR_KEPT_MS = 600000, 2592000000
 local MAX_WAITERS, WAITER_BYTES, MAX_INLINE_BYTES = 4, 12, 4096
 
 local WAITING, RUNNING, COMPLETED, FAILED, CANCELLED = 1, 2, 3, 4, 5
-local INDEXES = {[RUNNING] = ':running', [COMPLETED] = ':completed', [FAILED] = ':failed', [CANCELLED] = ':cancelled'}
+local BRIEF = 6 -- the state of an outcome that is completed and brief
+local INDEXES = {[RUNNING] = ':running', [COMPLETED] = ':completed', [FAILED] = ':failed', [CANCELLED] = ':cancelled',
+  [BRIEF] = ':brief'}
 local ARRIVAL_BYTES = 8 -- of the arrival before the id, in a member of these:
 local WAITING_INDEXES = {[0] = ':w0', ':w1', ':w2', ':w3', ':w4', ':w5', ':w6', ':w7', ':w8', ':w9'}
 local PRIORITY_BITS = {[0] = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512}

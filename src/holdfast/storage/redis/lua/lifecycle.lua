@@ -167,6 +167,7 @@ function lifecycle.completed(job, settlement, now)
   outcome.result, outcome.codec = settlement.result, settlement.codec
   outcome.dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms)
   outcome.forget_at = max(forget_at(job, settlement.result_ttl_ms, now), outcome.dedup_at)
+  if settlement.brief and not job.keep_ms and job.keep_until_at == 0 then outcome.state = BRIEF end
   return outcome
 end
 
@@ -185,7 +186,7 @@ local function finish(job, outcome, kind, now)
     return promoted, kind, KIND.PROMOTED, outcome
   end
   if not remembered then return nil, kind end
-  if outcome.state == COMPLETED then job.has_payload = false end
+  if outcome.state == COMPLETED or outcome.state == BRIEF then job.has_payload = false end
   job.run, job.outcome, job.error, job.keep_ms, job.changed = nil, outcome, nil, nil, true
   return job, kind, nil, outcome
 end
@@ -215,6 +216,7 @@ function lifecycle.keep(job, ttl_ms, at_least, client, now)
     end
     return 'l'
   end
+  if job.outcome.state == BRIEF then job.outcome.state = COMPLETED end
   if at_least then
     job.outcome.forget_at = max(job.outcome.forget_at, until_at)
   else

@@ -97,7 +97,7 @@ function VERBS.stats()
     end
   end
   local sizes, past = {}, {}
-  for state = RUNNING, CANCELLED do
+  for state = RUNNING, BRIEF do
     local key = QUEUE .. INDEXES[state]
     sizes[#sizes + 1], past[#past + 1] = call('ZCARD', key), call('ZCOUNT', key, '-inf', now)
   end

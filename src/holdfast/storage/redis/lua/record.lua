@@ -117,7 +117,8 @@ local function encode(job)
   local flags, middle = MARK, ''
   if job.custom_id then flags = flags + CUSTOM_ID end
   if job.has_payload then flags = flags + PAYLOAD end
-  local attempts = job.run and job.attempts - 1 or job.attempts
+  local ran = job.run or (job.outcome and job.outcome.started_at > 0)
+  local attempts = ran and job.attempts - 1 or job.attempts
   if job.arrival ~= job.generation or attempts ~= 0 or job.wall_at ~= 0 or job.retries ~= 0 or job.stalls ~= 0
     or job.timeouts ~= 0 or job.keep_ms or job.keep_until_at ~= 0 or job.error or job.previous or job.waiters ~= '' then
     local error_size, error = pack_bytes(job.error)
@@ -168,6 +169,7 @@ local function decode(id, raw, run)
   if band(flags, FINISHED) ~= 0 then
     outcome, at = sized_at('<I4', raw, at)
     job.outcome = decode_outcome(outcome)
+    if job.outcome.started_at > 0 then job.attempts = job.attempts + 1 end
   end
   if band(flags, TERMS) ~= 0 then job.terms, at = sized_at('<I2', raw, at) end
   if band(flags, EXTENDED) ~= 0 then

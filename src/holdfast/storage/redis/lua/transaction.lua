@@ -64,8 +64,10 @@ end
 -- A record that cannot be read counts as failed. `save` adds it to the total of failed jobs if it was live.
 local function damaged_entry(tx, id, run)
   local entry = {id = id, job = lifecycle.damaged(id, tx.now), ran = run and true, damaged = true}
-  entry.live = not (call('ZSCORE', tx.queue .. ':completed', id) or call('ZSCORE', tx.queue .. ':failed', id)
-    or call('ZSCORE', tx.queue .. ':cancelled', id))
+  entry.live = true
+  for state = COMPLETED, BRIEF do
+    if call('ZSCORE', tx.queue .. INDEXES[state], id) then entry.live = false end
+  end
   return entry
 end
 
@@ -158,7 +160,7 @@ local function save(tx, entry)
   local id, job, meta, writes, key, score, member = entry.id, entry.job, tx.meta, tx.writes, nil, nil, nil
   count(tx, entry.view, -1)
   if entry.damaged then
-    for state = RUNNING, CANCELLED do append(list_of(writes.zrem, INDEXES[state]), id) end
+    for state = RUNNING, BRIEF do append(list_of(writes.zrem, INDEXES[state]), id) end
     if entry.live then meta[TOTALS + KIND.FAILED] = meta[TOTALS + KIND.FAILED] + 1 end
     meta[LAST_STAMP] = max(meta[LAST_STAMP], job and job.generation or 0)
   end
@@ -241,25 +243,40 @@ local function first_score(key)
   return score_at(key, 0)
 end
 
--- Delete finished records whose time is over, at most `limit`. FORGET_AT is the earliest such time: it may be too early,
+-- Whether a sweep deletes the record of an entry that it met in the index of `state`. A brief outcome may still have time.
+local function is_to_forget(tx, entry, state)
+  local outcome = entry.job and entry.job.outcome
+  return outcome and (outcome.forget_at <= tx.now or (state == BRIEF and outcome.state == BRIEF))
+end
+
+-- Delete finished records whose time is over, at most `limit`, and the oldest brief ones if the queue would have more than
+-- MAX_BRIEF with those that this step is `adding`. FORGET_AT is the earliest forget time of a record: it may be too early,
 -- never too late. It is set again when no more records are past their time.
-function transaction.sweep_forgotten(tx, limit)
-  if tx.now < tx.meta[FORGET_AT] then return 0 end
+function transaction.sweep_forgotten(tx, limit, adding)
+  local surplus = adding and call('ZCARD', tx.queue .. ':brief') + adding - MAX_BRIEF or 0
+  if tx.now < tx.meta[FORGET_AT] and surplus <= 0 then return 0 end
   local met, next_at = 0, NEVER
-  for state = COMPLETED, CANCELLED do
+  for state = COMPLETED, BRIEF do
+    local index, deleted = INDEXES[state], 0
     local ids = met < limit and upto(tx, state, limit - met) or {}
-    local entries, deleted = load(tx, ids), 0
-    for _, id in ipairs(ids) do
-      local entry = entries[id]
-      if entry.job and lifecycle.forgotten(entry.job, tx.now) then
-        record_change(tx, entry, nil, KIND.FORGOTTEN)
+    if state == BRIEF and #ids < surplus then ids = call('ZRANGE', tx.queue .. index, 0, surplus - 1) end
+    local raws, runs = records(tx.queue, ids)
+    for at, id in ipairs(ids) do
+      if not tx.entries[id] and fast.forgets(raws[at], runs[at], state, tx.now) then
+        fast.forget_short(tx, id, index)
         deleted = deleted + 1
       else
-        transaction.remove_stray(tx, entry, INDEXES[state], id)
+        local entry = tx.entries[id] or enter(tx, id, raws[at], runs[at])
+        if is_to_forget(tx, entry, state) then
+          record_change(tx, entry, nil, KIND.FORGOTTEN)
+          deleted = deleted + 1
+        else
+          transaction.remove_stray(tx, entry, index, id)
+        end
       end
     end
     met = met + #ids
-    if met < limit then next_at = min(next_at, score_at(tx.queue .. INDEXES[state], deleted) or NEVER) end
+    if met < limit then next_at = min(next_at, score_at(tx.queue .. index, deleted) or NEVER) end
   end
   if met < limit then tx.meta[FORGET_AT] = next_at end
   return met

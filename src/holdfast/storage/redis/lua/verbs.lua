@@ -138,7 +138,8 @@ local function read_settlement(head, body, extra)
   local bytes = has_body == 1 and body or nil
   if kind == COMPLETE then
     if extra ~= 'json' then arguments.codec(extra) end
-    return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra}
+    return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra,
+      brief = counts == 1}
   elseif kind == FAIL then
     return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra,
       counts = COUNTS[number]}
@@ -172,7 +173,7 @@ function VERBS.settle()
   local ids = ids_from(first, SETTLEMENT_ARGS)
   local tx = transaction.find(QUEUE)
   if not tx then return {0, string.rep('0', #ids)} end
-  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)
+  transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids, #ids)
   local holder = pack('<I2', #worker) .. worker -- as a lease has it
   local raws, runs = transaction.records(QUEUE, ids)
   for at = 1, #ids do
@@ -321,7 +322,10 @@ local function purge(tx, limit, wanted)
     for _, priority in ipairs(leases.priorities_of(tx)) do indexes[#indexes + 1] = WAITING_INDEXES[priority] end
   end
   for state = COMPLETED, CANCELLED do
-    if string.find(wanted, state, 1, true) then indexes[#indexes + 1] = INDEXES[state] end
+    if string.find(wanted, state, 1, true) then
+      indexes[#indexes + 1] = INDEXES[state]
+      if state == COMPLETED then indexes[#indexes + 1] = INDEXES[BRIEF] end
+    end
   end
   for _, index in ipairs(indexes) do
     if done < limit then done = done + purge_index(tx, index, limit - done) end
@@ -349,7 +353,7 @@ function VERBS.drop()
   call('SET', QUEUE .. ':floor', string.format('%.0f', tx.meta[LAST_STAMP]), 'PX', FLOOR_KEPT_MS)
   local keys = {QUEUE .. ':meta', QUEUE .. ':jobs', QUEUE .. ':runs', QUEUE .. ':wake'}
   for priority = 0, 9 do keys[#keys + 1] = QUEUE .. WAITING_INDEXES[priority] end
-  for state = RUNNING, CANCELLED do keys[#keys + 1] = QUEUE .. INDEXES[state] end
+  for state = RUNNING, BRIEF do keys[#keys + 1] = QUEUE .. INDEXES[state] end
   call('UNLINK', unpack(keys))
   transaction.relist('SREM', QUEUE)
   return 0
