@@ -142,7 +142,7 @@ local function read_settlement(head, body, extra)
       brief = counts == 1}
   elseif kind == FAIL then
     return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra,
-      counts = COUNTS[number]}
+      counts = COUNTS[counts]}
   end
   return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[counts]}
 end
