@@ -51,8 +51,14 @@ class SameClientHarness:
         assert server is not None
         storage = connect(server.url, clock=clock, namespace=uuid.uuid4().hex)
         assert isinstance(storage, RedisStorage)
-        storage._client = storage._calls._client = CLIENT
-        storage._calls._library = Library(vars(calls)["SOURCES"], injected_clock=True, fast=self._fast)
+        make = storage._new_client
+
+        def new_client() -> None:
+            make()
+            storage._client = storage._calls._client = CLIENT
+            storage._calls._library = Library(vars(calls)["SOURCES"], injected_clock=True, fast=self._fast)
+
+        storage._new_client = new_client  # type: ignore[method-assign]  # A storage calls it when it opens.
         return storage
 
     async def tag_record(self, storage: Storage, queue: str, id: str, entries: Extension) -> None:
