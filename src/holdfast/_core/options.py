@@ -174,12 +174,16 @@ def _row(name: str, help: str, **more: Any) -> Option:
     return Option(name, _TYPES[name], help, **more)
 
 
-RESULT_TTL = "3,600 s; 300 s without a result and a chosen id"
+RESULT_TTL = "3,600 s; 300 s if there is no result and no chosen id"
 
 _ROWS = [
     _row("name", "Name of the queue.", default_text="`module.function`"),
     _row("unique", "Template or function for the id. A second request with this id is a duplicate and does not run."),
-    _row("singleton", "Like unique, but a second request replaces the first if it waits, or runs after it."),
+    _row(
+        "singleton",
+        "Template or function for the id. A second request with this id replaces a waiting request. "
+        "If the job runs, it runs again afterwards.",
+    ),
     _row("id", "Id of the job in its queue, 1 to 512 bytes.", default_text="a new one"),
     _row(
         "on_conflict",
@@ -196,16 +200,26 @@ _ROWS = [
     _row("max_backoff", "Maximum time before a retry.", default=300),
     _row("priority", "Priority of the job in its queue; higher first.", default=DEFAULT_PRIORITY, most=9),
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
-    _row("dedup_ttl", "How long a new request gets the result of a completed id.", default_text="as `result_ttl`"),
+    _row(
+        "dedup_ttl",
+        "How long a completed job answers requests with its id: they get its result, and nothing runs.",
+        default_text="as `result_ttl`",
+    ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
-    _row("cancel_grace", "Time for a run to end after it was asked to stop; then it is killed.", default=1),
+    _row("cancel_grace", "Time that a run has to end after it was asked to stop. Then it is killed.", default=1),
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
         "on_storage_loss",
         "While the storage cannot be reached, hold lets runs continue; kill ends them before their lease expires.",
         default_text='`"hold"`; `"kill"` for a singleton',
     ),
-    _row("size", "Capacity of a run: a process has 100, an inline worker 1,000.", default=10, least=1, most=100_000),
+    _row(
+        "size",
+        "Units that one run takes. A child process has 100 units, an inline worker 1,000.",
+        default=10,
+        least=1,
+        most=100_000,
+    ),
     _row("concurrency", "Maximum number of runs at the same time in one worker.", default_text="no limit", least=1),
     _row("queue_priority", "A worker serves queues with a higher number first.", default=100),
     _row("codec", "Name of the codec that writes arguments and results.", default_text="the app's"),
