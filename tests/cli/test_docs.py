@@ -23,7 +23,9 @@ import pytest
 
 import holdfast
 from holdfast._core import options
+from holdfast._core.lifecycle import RESULT_TTL_MS
 from holdfast._core.options import PullOptions
+from holdfast._core.retry_policy import BRIEF_TTL_MS
 from tests import servers
 from tests.app.conftest import until
 from tests.policies import FAIL_HANDLER, TASK
@@ -211,8 +213,10 @@ def test_option_table_defaults_equal_the_defaults_of_the_code() -> None:
     rows = options_in("Options of a task")
     for name in ("max_retries", "max_stalls", "max_timeouts"):
         assert rows[name][0] == str(getattr(TASK, name)), name
-    for name in ("timeout", "min_backoff", "max_backoff", "result_ttl", "failure_ttl", "cancel_grace"):
+    for name in ("timeout", "min_backoff", "max_backoff", "failure_ttl", "cancel_grace"):
         assert rows[name][0] == f"{getattr(TASK, f'{name}_ms') // 1000:,} s", name
+    result_ttl = f"{RESULT_TTL_MS // 1000:,} s; {BRIEF_TTL_MS // 1000} s if there is no result and no chosen id"
+    assert rows["result_ttl"][0] == result_ttl
     changed = (FAIL_HANDLER.max_retries, FAIL_HANDLER.min_backoff_ms // 1000, FAIL_HANDLER.max_backoff_ms // 1000)
     assert "{} retries, {} s to {} s apart".format(*changed) in (DOCS / "reference" / "api.md").read_text()
 
