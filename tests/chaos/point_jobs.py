@@ -56,7 +56,7 @@ class Notes:
     """A file that every process of a case adds lines to. A line that was written is not lost with its process."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.healing = False
         """This process comes after the fault: what waited for something waits no more."""
         self.break_storage: Callable[[int], None] = lambda times: None
@@ -64,12 +64,12 @@ class Notes:
 
     def write(self, what: str, queue: str, id: str, **more: Any) -> None:
         line = json.dumps({"what": what, "queue": queue, "id": id, "pid": os.getpid(), **more}) + "\n"
-        end = os.open(self._path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+        end = os.open(self.path, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
         os.write(end, line.encode())
         os.close(end)
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
     @contextmanager
     def run(self) -> Generator[None]:
@@ -346,11 +346,14 @@ async def stop(program: Program) -> None:
     async with program.app:
         worker = program.app.worker(lease=LEASE_S, grace=0.05)
         async with worker:
+            await program.step(worker.reload)
             await program.ask("endless", "endless-1")
             await program.ask("patient", "patient-1")
             await program.ask("ok", "ok-1", 1)
             await asyncio.sleep(0.03)
             await program.step(lambda: worker.stop_serving("patient", grace=0.01))
+            worker.stop()
+            await program.step(worker.wait)
         program.unready = True
         await program.step(program.app.worker(lease=LEASE_S).run)
         program.unready = False
@@ -477,10 +480,12 @@ async def operate(program: Program) -> None:
         await program.step(lambda: queue.repair(dry_run=True))
         await program.step(lambda: program.app.evict("nobody"))
         await program.step(program.app.storage.about)
+        await program.step(lambda: program.app.storage.back_up(program.notes.path.with_name("copy.db")))
         throwaway = program.app.queue("throwaway")
         await program.step(lambda: throwaway.enqueue(1, id="gone"))
         await program.step(lambda: _heard(throwaway))
         lease = await program.step(lambda: throwaway.lease(seconds=30, wait=0))
+        await program.step(throwaway.purge)
         await program.step(lambda: throwaway.delete(wait=0.15))
         if lease is not None:
             await program.step(lease.complete)

@@ -54,6 +54,8 @@ MANY_HITS = (1, 2, 5)
 
 UNREACHED = {
     "_client.session.Session.*_for_blocking_calls#*": "blocking calls open another storage: tests/app/test_sync.py",
+    "_worker.notes.ask_for_stack#*": "a command asks for a stack and changes no job",
+    "_worker.signals.*": "signals to `holdfast worker`: tests/worker",
     "_worker.telemetry.HookDispatcher.run#4": "hooks on threads are for child processes",
     "_worker.processes.pool.Pool.open#3": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
@@ -62,6 +64,7 @@ UNREACHED = {
     "storage.base.Storage.[a-z]*#1": "opens a lazy storage, which only child processes have",
     "storage.base.Storage.__aexit__#[23]*": "the same",
     "storage.base.Storage._ensure_open#*": "the same",
+    "storage.local.engine.LocalStorage._ready#2": "a queue in which nothing happens for a minute",
     "storage.base.audit#2": "an audit of more than a page",
     "storage.local.sqlite.SqliteStorage._open#2": "the file cannot be opened: there is no job yet",
     "storage.redis.server_info.describe#3": "a server that writes a log",
@@ -69,7 +72,6 @@ UNREACHED = {
     "storage.redis.RedisStorage._open#3": "a server that is refused: there is no job yet",
     "storage.redis.RedisStorage._claim#[34]": "a claim that got no answer within its time: tests/redis/test_trouble.py",
     "storage.redis.RedisStorage._read_claim#1": "a record that cannot be read",
-    "storage.redis.RedisStorage._purge#4": "another client makes a queue again while it is dropped",
     "storage.redis.raw.ConnectOptions.credentials#1": "a credential provider: tests/redis/test_login.py",
     "storage.redis.raw.open_connection#2": "a unix socket: tests/redis/test_login.py",
     "storage.redis.topology.ask_first#*": "sentinels and clusters: tests/redis/test_sentinel.py, test_cluster.py",
@@ -81,7 +83,7 @@ UNREACHED = {
     "storage.redis.calls.Calls._wait_to_retry#*": "a cluster",
     "storage.redis.notify.PubSubListener._find_and_open#1": "a cluster",
     "storage.redis.RedisStorage._list#1": "a cluster",
-    "storage.redis.RedisStorage._purge#[234]": "what follows a drop in a cluster",
+    "storage.redis.RedisStorage._drop#[234]": "what follows a drop in a cluster",
 }
 """Points that no program reaches without a fault, or none reaches for sure, and why."""
 
