@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import time
 from typing import Any
 
@@ -114,6 +115,19 @@ async def test_child_above_max_memory_is_replaced_even_if_idle(scene: Scene) -> 
     await until(lambda: first not in worker.children(), 5)
     assert re.search(rf"replacing child {first}: it has \d+ MiB in memory", worker.text())
     assert await scene.ask("leak", {"mib": 1}) == ready(worker)[1]
+
+
+@pytest.mark.storages("sqlite")
+async def test_log_of_a_worker_that_stops_promises_no_new_child(scene: Scene) -> None:
+    worker = await scene.worker("hosts:app", "--processes", "1", "--max-memory", "250M")
+    await put(scene, "ten", 1, until="gate")
+    await scene.noted("began")
+    child = await scene.ask("leak", {"mib": 250, "later": 1.5})
+    worker.signal(signal.SIGTERM)
+    await until(lambda: "MiB in memory" in worker.text(), 10)
+    assert re.search(rf"ending child {child}: it has \d+ MiB in memory", worker.text())
+    assert "replacing" not in worker.text()
+    open_gate(scene)
 
 
 @pytest.mark.storages("sqlite")

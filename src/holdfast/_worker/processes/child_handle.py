@@ -32,7 +32,7 @@ IDLE_PINGS = 4
 UNRESPONSIVE_S = 1.0
 """A child that has not answered for this long gets no new runs, and is killed if that is pending."""
 LOST_S = 5.0
-"""A child that has not answered for this long, and has begun none of its runs, is replaced."""
+"""A child that has not answered for this long, and has begun none of its runs, is ended."""
 PART_S = 10.0
 """How long to wait for the rest of a frame."""
 LEAVE_S = 5.0

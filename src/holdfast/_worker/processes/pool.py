@@ -241,7 +241,8 @@ class Pool(Executor):
 
     def _replace(self, child: ChildHandle, why: str) -> None:
         if child.open and not (child.to_be_replaced or child.spare):
-            log.info("replacing child %d: %s", child.process.pid, why)
+            doing = "ending" if self._context.stopping.is_set() else "replacing"
+            log.info("%s child %d: %s", doing, child.process.pid, why)
             child.to_be_replaced = True
             self._fill()
 
