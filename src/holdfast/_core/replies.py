@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import msgspec
@@ -131,6 +133,16 @@ class WorkerInfo(Value, frozen=True):
     beat_at: int
     expires_at: int
     evict_asked: bool
+
+
+def workers_by_queue(workers: Iterable[WorkerInfo]) -> Mapping[str, list[str]]:
+    """Return the names of the workers that serve each queue."""
+    serving: dict[str, list[str]] = defaultdict(list)
+    for worker in workers:
+        queues = worker.facts.get("queues")
+        for queue in queues if isinstance(queues, list) else ():
+            serving[queue].append(worker.worker)
+    return serving
 
 
 class Snapshot(Value, frozen=True):

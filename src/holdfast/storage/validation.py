@@ -7,6 +7,7 @@ than a check of each field and misses no field. So a value that was stored can a
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -28,6 +29,10 @@ MAX_PAYLOAD_BYTES = 1_048_576
 MOST_PAYLOAD_BYTES = 536_870_912
 MAX_FACTS_BYTES = 2_097_152
 """The most bytes of the facts of a worker: enough for the names of 10,000 queues."""
+PACKED_BYTES = 4_096
+"""Longer facts are stored compressed: those of a worker of thousands of queues are mostly names that begin alike."""
+MOST_UNPACKED_BYTES = 16 * 1_048_576
+"""Most bytes of facts after decompression."""
 MAX_NOTE_BYTES = 16_384
 MAX_PAGE = 200
 MAX_SWEEP = 100
@@ -38,6 +43,8 @@ MIN_LEASE_MS, MAX_LEASE_MS = 100, 86_400_000
 MAX_REASON = 500
 FAILED_SUFFIX = "/failed"
 
+_ZLIB = b"\x78"
+"""First byte of compressed data. The msgpack of a map or a list does not begin with it."""
 _QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,120}(/failed)?", re.ASCII)
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,40}", re.ASCII)
 
@@ -153,6 +160,21 @@ def check_facts(facts: WorkerFacts) -> None:
         raise OptionError(f"worker facts must map text to text, numbers or lists of text: {error}") from None
     if len(packed) > MAX_FACTS_BYTES:
         raise OptionError(f"worker facts have {len(packed)} bytes, at most {MAX_FACTS_BYTES} are allowed: shorten them")
+
+
+def pack_facts(data: bytes) -> bytes:
+    """Compress encoded facts if they are long."""
+    return data if len(data) <= PACKED_BYTES else zlib.compress(data, 1)
+
+
+def unpack_facts(data: bytes) -> bytes:
+    """Undo `pack_facts`. Raises ValueError for data that cannot be decompressed."""
+    if data[:1] != _ZLIB:
+        return data
+    try:
+        return zlib.decompressobj().decompress(data, MOST_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
 
 
 def check_notes(notes: Mapping[str, bytes]) -> None:

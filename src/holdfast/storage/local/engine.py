@@ -19,7 +19,6 @@ from holdfast._core.events import EventKind
 from holdfast._core.extension import extension_size
 from holdfast._core.jobs import PRIORITIES, Complete, Fail, Job, LeaseRef, Request, Settlement, State
 from holdfast.storage.base import QueueDamaged, Storage
-from holdfast.storage.facts import workers_by_queue
 from holdfast.storage.local import table as tables
 from holdfast.storage.local.audit import repair_page, unreadable_meta
 from holdfast.storage.local.table import BRIEF, FINISHED_INDEXES, QueueMeta, QueueTransaction, Table
@@ -204,7 +203,7 @@ class Engine:
     def snapshot(self, queues: Sequence[str] | None) -> replies.Snapshot:
         now = self.clock.now_us()
         workers = sorted((w for w in self.table.workers() if w.expires_at > now), key=lambda w: w.worker)
-        serving = workers_by_queue(workers)
+        serving = replies.workers_by_queue(workers)
         names = self.table.queues() if queues is None else queues
         found = [self._stats(queue, serving) for queue in sorted(set(names))]
         return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)

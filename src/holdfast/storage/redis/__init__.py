@@ -22,7 +22,6 @@ from holdfast._core.replies import CancelResult, Enqueued, KeepResult, SettleRes
 from holdfast.errors import StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.base import QueueDamaged, Storage
-from holdfast.storage.facts import pack, workers_by_queue
 from holdfast.storage.local.table import as_read
 from holdfast.storage.redis import codec, reads, server_info
 from holdfast.storage.redis.audit import Audit
@@ -297,7 +296,7 @@ class RedisStorage(Storage):
         return 0
 
     async def _announce(self, worker: str, facts: replies.WorkerFacts, ttl_ms: int) -> replies.WorkerCommands:
-        call = await self._calls.call(self._name, "announce", (worker, pack(_encode(facts)), ttl_ms))
+        call = await self._calls.call(self._name, "announce", (worker, validation.pack_facts(_encode(facts)), ttl_ms))
         return replies.WorkerCommands(bool(call.reply))
 
     async def _evict(self, worker: str) -> bool:
@@ -326,7 +325,7 @@ class RedisStorage(Storage):
             names: list[bytes] = await self._calls.command(key, "SMEMBERS", key)
             queues = [name.decode(errors="replace") for name in names]
         now, workers = await reads.read_workers(self._calls, self._name)
-        serving = workers_by_queue(workers)
+        serving = replies.workers_by_queue(workers)
         found = await asyncio.gather(*(self._stats(queue, serving) for queue in sorted(set(queues))))
         return replies.Snapshot(now, [stats for stats in found if stats is not None], workers)
 

@@ -13,7 +13,6 @@ from holdfast._core.clock import QueueTime
 from holdfast._core.jobs import Job, State
 from holdfast._core.replies import Page, QueueStats, WorkerFacts, WorkerInfo
 from holdfast.errors import OptionError
-from holdfast.storage.facts import unpack
 from holdfast.storage.local.table import (
     BRIEF,
     FINISHED_INDEXES,
@@ -26,7 +25,7 @@ from holdfast.storage.local.table import (
 )
 from holdfast.storage.redis import codec
 from holdfast.storage.redis.calls import Calls
-from holdfast.storage.validation import clean_id, id_bytes
+from holdfast.storage.validation import clean_id, id_bytes, unpack_facts
 
 MAX_SCORE = 2**62
 """Stands for every higher score, also an infinite one, in cursors. The times of jobs are lower."""
@@ -147,7 +146,7 @@ async def read_workers(calls: Calls, key: str) -> tuple[int, list[WorkerInfo]]:
     for name, packed in zip(flat[::2], flat[1::2], strict=True):
         try:
             beat_at, expires_at, evict_asked = codec.ANNOUNCED.unpack_from(packed)
-            facts = _decode_facts(unpack(packed[codec.ANNOUNCED.size :]))
+            facts = _decode_facts(unpack_facts(packed[codec.ANNOUNCED.size :]))
         except codec.UNREADABLE:
             continue
         if expires_at > now:

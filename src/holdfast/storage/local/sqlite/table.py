@@ -20,7 +20,6 @@ from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
 from holdfast._core.replies import WorkerInfo
 from holdfast.storage.base import QueueDamaged
-from holdfast.storage.facts import pack, unpack
 from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
 from holdfast.storage.local.table import (
     Change,
@@ -33,7 +32,7 @@ from holdfast.storage.local.table import (
     newest_stamp,
     view_of,
 )
-from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes
+from holdfast.storage.validation import MAX_ITEMS, clean_id, id_bytes, pack_facts, unpack_facts
 
 T = TypeVar("T")
 
@@ -385,7 +384,7 @@ class SqliteTable:
         else:
             self._db.execute(
                 "INSERT OR REPLACE INTO holdfast_workers VALUES (?, ?, ?)",
-                (self._namespace, worker, pack(_encode(stats))),
+                (self._namespace, worker, pack_facts(_encode(stats))),
             )
 
     def note(self, name: str, now: int) -> bytes | None:
@@ -451,6 +450,6 @@ def _parts(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 def _worker_of(worker: str, stats: bytes) -> WorkerInfo:
     """Return what a worker announced; if that cannot be read, an entry that has expired."""
     try:
-        return _decode_worker(unpack(stats))
+        return _decode_worker(unpack_facts(stats))
     except UNREADABLE:
         return WorkerInfo(worker, {}, 0, 0, False)
