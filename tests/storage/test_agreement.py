@@ -393,6 +393,8 @@ class Agreement(RuleBasedStateMachine):
 
     def announce(self, worker: str, ttl_ms: int, evict: bool) -> None:
         facts: dict[str, str | int | list[str]] = {"host": "h", "queues": [self.queue]}
+        if evict:  # Many queues: a storage compresses the names.
+            facts["queues"] = [self.queue, *(f"queue-{number}" for number in range(1000))]
         self.again(lambda storage: storage.announce(worker, facts, ttl_ms=ttl_ms))
         if evict:
             self.again(lambda storage: storage.evict(worker))

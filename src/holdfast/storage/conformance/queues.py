@@ -203,6 +203,13 @@ async def test_a_worker_is_listed_under_the_queues_that_it_serves(stage: Stage) 
     assert ((await stage.stats()).workers, (await other.stats()).workers) == (["w1", "w2"], ["w1"])
 
 
+async def test_worker_of_the_most_queues_is_listed_under_each(stage: Stage) -> None:
+    names = [f"shop.tasks.reports.daily_{number}" for number in range(10_000)]
+    await stage.storage.announce("w1", {"queues": names}, ttl_ms=60_000)
+    snapshot = await stage.storage.snapshot([])
+    assert snapshot.workers_of(names[0]) == snapshot.workers_of(names[-1]) == ["w1"]
+
+
 async def test_the_last_announcement_counts(stage: Stage) -> None:
     await announce(stage, "w1", "q")
     stage.clock.advance(1)

@@ -2,7 +2,7 @@
 -- so that a worker can start and drain it. A worker has one record for the whole namespace, on the wall clock.
 
 local ANNOUNCED, EXPIRED_PER_CALL = '<I8I8B', 10 -- beat_at, expires_at, evict_asked, then the facts
-local ANNOUNCED_BYTES, MAX_FACTS_BYTES = 17, 65536
+local ANNOUNCED_BYTES, MAX_FACTS_BYTES, ZLIB = 17, 2097152, 0x78 -- the first byte of compressed facts
 local NOTE, NOTE_BYTES, FORGOTTEN_PER_CALL = '<I8', 8, 250 -- forget_at, then the value
 
 function VERBS.list()
@@ -24,8 +24,8 @@ function VERBS.announce()
   local worker, facts, ttl_ms = unpack(ARGS, FIRST_ARG)
   worker, ttl_ms = arguments.worker(worker), arguments.lease(ttl_ms)
   local ok, map = pcall(cmsgpack.unpack, facts)
-  if not ok or type(map) ~= 'table' or #facts > MAX_FACTS_BYTES then
-    arguments.refuse('facts must be a msgpack map of at most ' .. MAX_FACTS_BYTES .. ' bytes')
+  if #facts > MAX_FACTS_BYTES or (byte(facts) ~= ZLIB and (not ok or type(map) ~= 'table')) then
+    arguments.refuse('facts must be a msgpack map, or a compressed one, of at most ' .. MAX_FACTS_BYTES .. ' bytes')
   end
   for _, expired in ipairs(call('ZRANGEBYSCORE', QUEUE .. ':beats', '-inf', WALL, 'LIMIT', 0, EXPIRED_PER_CALL)) do
     call('ZREM', QUEUE .. ':beats', expired)
