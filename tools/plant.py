@@ -61,7 +61,7 @@ class Bug(NamedTuple):
 
 
 HOLDS = "return job and job.run and job.run.fence == fence and job.run.worker == worker"
-RESEND = "        for command in self._pending:\n            command.sent_at = self._loop.time()\n"
+RESEND = "        for command in self._pending:\n            self._write(command, raw)\n"
 
 BUGS = [
     # Flaws of earlier queue systems
@@ -111,8 +111,8 @@ BUGS = [
         "F-Q16",
         "the client's clock decides when leases expire",
         "__init__.py",
-        "Calls(servers, self._client, clock, timeout_s)",
-        "Calls(servers, self._client, __import__('holdfast')._core.clock.SystemClock(), timeout_s)",
+        "Calls(self._servers, self._client, self._clock, self._timeout_s)",
+        "Calls(self._servers, self._client, __import__('holdfast')._core.clock.SystemClock(), self._timeout_s)",
         (CALLS,),
     ),
     Bug(
@@ -414,7 +414,7 @@ BUGS = [
         "        for command in self._pending:\n"
         "            if command.sent_at and command.args[0] == 'FCALL' and command.args[6]:\n"
         "                command.args = (*command.args[:6], int(command.args[6]) + 1000, *command.args[7:])\n"
-        "            command.sent_at = self._loop.time()\n",
+        "            self._write(command, raw)\n",
         (CRASHES,),
     ),
     Bug(
@@ -672,7 +672,7 @@ BUGS = [
         "a token for each job",
         "a long queue wakes workers once for each job",
         "lua/transaction.lua",
-        "  if call('LLEN', tx.queue .. ':wake') == 0 then ",
+        "  if redis.pcall('LLEN', tx.queue .. ':wake') == 0 then ",
         "  if true then ",
         (CALLS,),
     ),
@@ -680,8 +680,8 @@ BUGS = [
         "many waiters",
         "the fifth waiting client gets the outcome a second late",
         "__init__.py",
-        '(f"{key}:to:{self._client}", f"{key}:to:*")',
-        '(f"{key}:to:{self._client}",)',
+        '(f"to:{self._client}", "to:*")',
+        '(f"to:{self._client}",)',
         (CALLS,),
     ),
     Bug(
