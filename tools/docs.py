@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from holdfast._core.options import (
     MAX_COUNT,
     MAX_WAIT_S,
+    Backoff,
+    ErrorTypes,
     HandlerOptions,
     IdTemplate,
     OnConflict,
@@ -155,6 +157,8 @@ def value_of(option: Option) -> str:
         return " or ".join(f'`"{choice}"`' for choice in get_args(option.type))
     special: dict[Any, str] = {
         IdTemplate: "template or function",
+        ErrorTypes: "exception class, or a tuple of them",
+        Backoff: "seconds, or a list of seconds; of a task also a function",
         OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`',
     }
     named: dict[Any, str] = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}

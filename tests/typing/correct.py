@@ -86,6 +86,9 @@ def shout(text: str, *, times: int = 1) -> str:
     max_retries=5,
     max_stalls=2,
     max_timeouts=0,
+    retry_on=(OSError, ValueError),
+    no_retry_on=KeyError,
+    backoff=[1, 10.5, timedelta(minutes=1)],
     min_backoff=0.01,
     max_backoff=1,
     size=10,
@@ -114,7 +117,7 @@ def id_of_code(code: int) -> str:
     return f"code-{code}"
 
 
-@app.task(unique=id_of_code, max_retries=0)
+@app.task(unique=id_of_code, max_retries=0, backoff=lambda retry, error: 5 * retry if str(error) else None)
 async def explode(code: int) -> None:
     if code == 0:
         raise Retry(delay=1)
@@ -249,6 +252,7 @@ async def ask() -> None:
         max_retries=1,
         max_stalls=1,
         max_timeouts=1,
+        backoff=(1, 10),
         wait=0,
     ).enqueue(1)
     later = await make_report.using(

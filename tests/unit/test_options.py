@@ -12,13 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast._client.task import queue_config
+from holdfast._client.request import RequestTemplate
+from holdfast._client.task import queue_config, retry_rules
 from holdfast._client.waiters import to_wait_s
 from holdfast._core.jobs import MAX_MS, Update
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
+    MAX_DELAYS,
     MAX_WAIT_S,
     OPTIONS,
+    Delays,
     EnqueueOptions,
     HandlerOptions,
     LeaseOptions,
@@ -119,7 +122,7 @@ def test_bounds_of_a_duration_are_inclusive(value: float, fits: bool) -> None:
     if fits:
         assert to_ms("lease", value, 500, 3_600_000) == value * 1000
     else:
-        with pytest.raises(OptionError, match=r"lease must be from 0\.5 to 3600 seconds"):
+        with pytest.raises(OptionError, match=r"lease must be from 0\.5 to 3,600 seconds"):
             to_ms("lease", value, 500, 3_600_000)
 
 
@@ -206,6 +209,42 @@ def test_a_choice_is_one_of_the_choices() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "delays_ms"),
+    [(5, (5_000,)), (timedelta(minutes=1), (60_000,)), ([1, 0.5], (1_000, 500)), ((0, timedelta(1)), (0, 86_400_000))],
+)
+def test_backoff_is_a_length_or_a_list_of_lengths(value: Any, delays_ms: tuple[int, ...]) -> None:
+    assert OPTIONS["backoff"].convert(value) == delays_ms
+
+
+@pytest.mark.parametrize("value", ["5", [], [1] * (MAX_DELAYS + 1), [1, "2"], [-1], {1, 2}, None, object()])
+def test_backoff_that_is_not_a_list_of_lengths_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="backoff must"):
+        OPTIONS["backoff"].convert(value)
+
+
+def test_a_backoff_function_is_taken_by_a_task_and_refused_by_a_request() -> None:
+    def backoff(retry: int, error: Exception) -> float:
+        return retry
+
+    assert retry_rules({"backoff": backoff}).backoff is backoff
+    with pytest.raises(OptionError, match="a function as backoff belongs to the task"):
+        RequestTemplate("q", {"backoff": backoff})
+
+
+@pytest.mark.parametrize("value", [ValueError, (ValueError, OSError)])
+def test_exceptions_are_a_class_or_a_tuple_of_classes(value: Any) -> None:
+    assert OPTIONS["retry_on"].convert(value) == (value if isinstance(value, tuple) else (value,))
+
+
+@pytest.mark.parametrize(
+    "value", ["ValueError", ValueError("no"), [ValueError], (ValueError, 5), int, SystemExit, None]
+)
+def test_what_is_not_an_exception_class_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="no_retry_on must be an exception class or a tuple"):
+        OPTIONS["no_retry_on"].convert(value)
+
+
+@pytest.mark.parametrize(
     ("value", "update"),
     [
         ("keep", None),
@@ -253,7 +292,7 @@ def test_option_of_another_function_is_refused(place: type[Any], name: str) -> N
 
 
 def test_unknown_name_is_refused_with_all_known_names() -> None:
-    with pytest.raises(OptionError, match=r"it takes dedup_ttl, delay, id, max_retries, .*wait$"):
+    with pytest.raises(OptionError, match=r"it takes backoff, dedup_ttl, delay, id, max_retries, .*wait$"):
         check_names("using", UsingOptions, {"zzzzzz": 1})
 
 
@@ -262,7 +301,10 @@ PLACES = [EnqueueOptions, UsingOptions, HandlerOptions, TaskOptions, StubOptions
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_typed_dicts_have_rows_of_the_same_type_in_the_table(place: type[Any]) -> None:
-    assert get_type_hints(place) == {option.name: option.type for option in options_of(place)}
+    types = {option.name: option.type for option in options_of(place)}
+    if place in (EnqueueOptions, UsingOptions):  # A function does not travel with a request.
+        types["backoff"] = Delays
+    assert get_type_hints(place) == types
 
 
 def test_every_row_of_the_table_is_allowed_somewhere() -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from holdfast._core.extension import BACKOFF, pack_numbers
 from holdfast._core.failure import (
     MAX_FOLLOW_UP_BYTES,
     MAX_MESSAGE,
@@ -21,11 +22,13 @@ from holdfast._core.failure import (
     follow_up,
     truncate_error,
 )
-from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
+from holdfast._core.jobs import MAX_MS, Complete, Fail, Job, Release, RetrySettlement, Settlement, StoredLease, Work
 from holdfast._core.retry_policy import (
+    Crashed,
     Ended,
     Policy,
     Raised,
+    RetryRules,
     Returned,
     Stopped,
     TimedOut,
@@ -36,7 +39,7 @@ from holdfast._core.retry_policy import (
     timeout_ms,
     verdict,
 )
-from holdfast.errors import JobError
+from holdfast.errors import JobError, PermanentError, Retry
 from tests.policies import FAIL_HANDLER, PULL, TASK
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
@@ -405,6 +408,69 @@ def test_each_count_has_its_own_backoff(retries: int, timeouts: int, ended: Ende
     assert isinstance(again, RetrySettlement)
     assert again.delay_ms == backoff_ms(3, policy, random.Random(4))
     assert 16_000 <= again.delay_ms <= 20_000
+
+
+DELAYS = replace(TASK, delays_ms=(1_000, 10_000, 60_000), max_retries=10, max_timeouts=10, max_stalls=20)
+
+
+@pytest.mark.parametrize(("number", "delay_ms"), [(0, 1_000), (1, 10_000), (2, 60_000), (3, 60_000), (9, 60_000)])
+def test_a_list_of_delays_is_used_in_order_and_its_last_again(number: int, delay_ms: int) -> None:
+    cases: list[tuple[Ended, dict[str, Any]]] = [
+        (Raised(ERROR), {"retries": number}),
+        (TimedOut(TOO_LONG), {"timeouts": number}),
+        (Crashed(ERROR), {"stalls": number + 1}),
+    ]
+    for ended, counts in cases:
+        again = verdict(job(**counts), ended, DELAYS, rng())
+        assert isinstance(again, RetrySettlement)
+        assert again.delay_ms == delay_ms
+
+
+def test_delays_of_a_request_override_those_of_the_task() -> None:
+    own = Work(b"1", extension=((BACKOFF, pack_numbers(7, 8)),))
+    for policy in (TASK, DELAYS):
+        again = [verdict(job(own, retries=n), Raised(ERROR), policy, rng()) for n in (0, 1, 2)]
+        assert [s.delay_ms for s in again if isinstance(s, RetrySettlement)] == [7, 8, 8]
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 8, b"\xff" * 20])
+def test_delays_that_another_client_wrote_wrong_give_a_valid_retry(data: bytes) -> None:
+    again = verdict(job(Work(b"1", extension=((BACKOFF, data),))), Raised(ERROR), TASK, rng())
+    assert isinstance(again, RetrySettlement)
+    assert again.delay_ms <= MAX_MS
+
+
+# Which exceptions are retried?
+
+
+@pytest.mark.parametrize(
+    ("rules", "permanent"),
+    [
+        (RetryRules(), []),
+        (RetryRules(no_retry_on=(LookupError,)), [KeyError]),
+        (RetryRules(retry_on=(OSError, LookupError)), [ValueError]),
+        (RetryRules(retry_on=(LookupError, ValueError), no_retry_on=(KeyError,)), [KeyError, OSError]),
+    ],
+)
+def test_rules_say_which_exceptions_are_permanent(rules: RetryRules, permanent: list[type[Exception]]) -> None:
+    kinds: list[type[Exception]] = [KeyError, ValueError, OSError]
+    assert [kind for kind in kinds if rules.is_permanent(kind())] == permanent
+    assert not rules.is_permanent(Retry())
+    assert rules.is_permanent(PermanentError())
+
+
+def test_backoff_function_gets_the_number_of_the_retry_and_the_error() -> None:
+    calls: list[tuple[int, Exception]] = []
+
+    def backoff(retry: int, error: Exception) -> float | None:
+        calls.append((retry, error))
+        return 2 * retry if retry < 3 else None
+
+    error, rules = OSError("gone"), RetryRules(backoff=backoff)
+    assert [rules.delay_ms(job(retries=n), error) for n in range(3)] == [2_000, 4_000, None]
+    assert calls == [(1, error), (2, error), (3, error)]
+    own = Work(b"1", extension=((BACKOFF, pack_numbers(7)),))
+    assert rules.delay_ms(job(own), error) is None
 
 
 # What a fail handler is told

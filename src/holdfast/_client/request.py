@@ -12,6 +12,7 @@ from holdfast._client.session import Session
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
+from holdfast._core.extension import BACKOFF, pack_numbers
 from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
 from holdfast._core.lifecycle import newest_generation
 from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_update
@@ -58,6 +59,12 @@ class RequestTemplate:
         if id is not None and not isinstance(id, str | bytes):
             raise OptionError(f"id must be text or bytes, not {id!r:.60} ({type(id).__name__})")
         fields.setdefault("priority", priority)
+        extension: list[tuple[int, bytes]] = []
+        if "backoff" in fields:
+            if callable(fields["backoff"]):
+                raise OptionError("a function as backoff belongs to the task: pass seconds or a list of them")
+            extension.append((BACKOFF, pack_numbers(*fields["backoff"])))
+        fields["extension"] = tuple(extension)
         work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
         self.queue = queue
         self.arguments = arguments

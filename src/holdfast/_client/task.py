@@ -14,7 +14,7 @@ from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
 from holdfast._core.jobs import DEFAULT_PRIORITY, Update
 from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, all_fields, check_names
-from holdfast._core.retry_policy import Policy, QueueConfig
+from holdfast._core.retry_policy import Policy, QueueConfig, RetryRules
 from holdfast._core.tasks import IdRule, describe_task, signature_hash
 from holdfast._worker.handler import Failure, Handler
 from holdfast.errors import OptionError
@@ -95,6 +95,7 @@ class Definition:
             queue_config(name, TaskOptions, options), signature=signature_hash(self.arguments.signature), note=note
         )
         self.handler = Handler(config, self.arguments, codecs, self.codec.name)
+        self.handler.rules = retry_rules(options)
         self.handler.make_id = self.make_id
         self.fail_handler: Handler | None = None
         self.request_template = functools.partial(
@@ -120,6 +121,7 @@ class Definition:
             raise OptionError(f"the fail handler of {self.name} must have one parameter, a Failure")
         config = queue_config(queue, HandlerOptions, options)
         self.fail_handler = Handler(config, arguments, codecs, codecs.default.name)
+        self.fail_handler.rules = retry_rules(options)
         self.fail_handler.fails_for = self.arguments
         config = self.handler.config
         self.handler.config = replace(config, policy=replace(config.policy, follows_up=True))
@@ -139,6 +141,14 @@ def queue_config(queue: str, place: type[Any], options: Mapping[str, Any]) -> Qu
     exclusive = fields["singleton"] is not None
     on_storage_loss = fields["on_storage_loss"] or ("kill" if exclusive else "hold")
     fields.update(at_most_once=at_most_once, exclusive=exclusive, dies_with_storage=on_storage_loss == "kill")
+    fields["delays_ms"] = () if fields["backoff"] is None or callable(fields["backoff"]) else fields["backoff"]
     policy = Policy(**{name: fields[name] for name in Policy.__struct_fields__ if name in fields})
     limits = {name: fields[name] for name in QueueConfig.__struct_fields__ if name in fields}
     return QueueConfig(queue=queue, policy=policy, **limits)
+
+
+def retry_rules(options: Mapping[str, Any]) -> RetryRules:
+    """Return what the options of a task or a fail handler say about exceptions."""
+    fields = all_fields(HandlerOptions, options)
+    function: Any = fields["backoff"] if callable(fields["backoff"]) else None
+    return RetryRules(fields["retry_on"], fields["no_retry_on"] or (), function)

@@ -21,7 +21,23 @@ Extension = tuple[tuple[Tag, bytes], ...]
 FIRST_WORK_TAG, LAST_TAG = 128, 255
 MAX_EXTENSION_BYTES = 65_536
 
+BACKOFF = 128
+"""Tag of a work: the delays before its retries, 8 bytes each, in milliseconds."""
+
 _HEAD = struct.Struct("<BI")
+
+
+def pack_numbers(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def numbers_in(entries: Extension, tag: int) -> tuple[int, ...]:
+    """Return the numbers of an entry, of 8 bytes each; none if there is no such entry. Other bytes at its end, which
+    another client has written, do not count."""
+    for found, value in entries:
+        if found == tag:
+            return struct.unpack(f"<{len(value) // 8}Q", value[: len(value) // 8 * 8])
+    return ()
 
 
 def extension_size(entries: Extension) -> int:

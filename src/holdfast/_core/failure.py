@@ -88,6 +88,14 @@ def visible_traceback(error: BaseException) -> TracebackType | None:
     return shown or error.__traceback__
 
 
+def is_wrong_call(error: BaseException) -> bool:
+    """Return whether an exception is the TypeError of a call with wrong arguments: it has no frame of the handler."""
+    last = error.__traceback__ if isinstance(error, TypeError) else None
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    return last is not None and last.tb_frame.f_code.co_filename in _hidden_files
+
+
 def _parts(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
     """Yield a traceback and those of its causes, contexts and grouped exceptions."""
     yield shown

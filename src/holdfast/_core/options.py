@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
@@ -27,11 +27,19 @@ Seconds = float | timedelta
 OnConflict = Literal["keep", "update", "raise"] | Update
 IdTemplate = str | Callable[..., str]
 Delivery = Literal["at_least_once", "at_most_once"]
+ErrorTypes = type[Exception] | tuple[type[Exception], ...]
+Delays = Seconds | Sequence[Seconds]
+"""Delays before the first retry, the second and so on; the last one is used for all further retries."""
+BackoffFunction = Callable[[int, Exception], Seconds | None]
+"""Takes the number of the retry, 1 for the first, and the exception. None means the backoff without the function."""
+Backoff = Delays | BackoffFunction
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
 """30 days. A caller that waits for longer passes None."""
 MAX_COUNT = 1_000_000
+MAX_DELAYS = 100
+"""Maximum number of delays of one backoff."""
 
 
 class EnqueueOptions(TypedDict, total=False):
@@ -48,6 +56,7 @@ class EnqueueOptions(TypedDict, total=False):
     max_retries: int
     max_stalls: int
     max_timeouts: int
+    backoff: Delays
 
 
 class UsingOptions(EnqueueOptions, total=False):
@@ -63,6 +72,9 @@ class HandlerOptions(TypedDict, total=False):
     max_retries: int
     max_stalls: int
     max_timeouts: int
+    retry_on: ErrorTypes
+    no_retry_on: ErrorTypes
+    backoff: Backoff
     min_backoff: Seconds
     max_backoff: Seconds
     failure_ttl: Seconds
@@ -158,6 +170,10 @@ class Option(msgspec.Struct, frozen=True):
             return to_count(self.name, value, int(least), int(most))
         if self.type is datetime:
             return to_at(self.name, value)
+        if self.type is ErrorTypes:
+            return to_error_types(self.name, value)
+        if self.type is Backoff:
+            return value if callable(value) else to_delays(self.name, value)
         if get_origin(self.type) is Literal:
             choices: tuple[str, ...] = get_args(self.type)
             if value not in choices:
@@ -166,8 +182,9 @@ class Option(msgspec.Struct, frozen=True):
 
 
 _TYPES = {
-    name: type for place in (TaskOptions, UsingOptions, LeaseOptions) for name, type in get_type_hints(place).items()
+    name: type for place in (LeaseOptions, UsingOptions, TaskOptions) for name, type in get_type_hints(place).items()
 }
+"""Type of each option. A place may allow only a part of it: a request takes no function as `backoff`."""
 
 
 def _row(name: str, help: str, **more: Any) -> Option:
@@ -196,6 +213,13 @@ _ROWS = [
     _row("max_retries", "Maximum number of retries after an exception.", default=10, default_text="no limit"),
     _row("max_stalls", "How often a job may lose its worker or process.", default=3, default_text="no limit"),
     _row("max_timeouts", "How many runs of a job may time out.", default=3),
+    _row("retry_on", "Only these exceptions are retried; others fail the job at once.", default_text="all exceptions"),
+    _row("no_retry_on", "These exceptions fail the job at once."),
+    _row(
+        "backoff",
+        "Delays before the first retry, the second and so on, without jitter; the last one is used again.",
+        default_text="`min_backoff` to `max_backoff`",
+    ),
     _row("min_backoff", "Time before the first retry; it doubles with each further retry, with jitter.", default=2),
     _row("max_backoff", "Maximum time before a retry.", default=300),
     _row("priority", "Priority of the job in its queue; higher first.", default=DEFAULT_PRIORITY, most=9),
@@ -292,6 +316,24 @@ def to_at(name: str, value: datetime) -> int:
 
 def from_at(at: int) -> datetime:
     return datetime.fromtimestamp(at // 1_000_000, UTC) + timedelta(microseconds=at % 1_000_000)
+
+
+def to_error_types(name: str, value: ErrorTypes) -> tuple[type[Exception], ...]:
+    types = value if isinstance(value, tuple) else (value,)
+    for one in types:
+        if not isinstance(one, type) or not issubclass(one, Exception):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise OptionError(f"{name} must be an exception class or a tuple of them, not {value!r:.60}")
+    return types
+
+
+def to_delays(name: str, value: Delays) -> tuple[int, ...]:
+    """Convert a length or a list of lengths to milliseconds."""
+    delays: Sequence[Any] = [value] if isinstance(value, int | float | timedelta | str) else value
+    if not isinstance(delays, Sequence):
+        raise OptionError(f"{name} must be seconds, a timedelta or a list of them, not {value!r:.60}")
+    if not 1 <= len(delays) <= MAX_DELAYS:
+        raise OptionError(f"{name} must have 1 to {MAX_DELAYS} delays, not {len(delays)}")
+    return tuple(to_ms(name, delay) for delay in delays)
 
 
 def to_count(name: str, value: int, least: int = 0, most: int = MAX_COUNT) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from holdfast._core.failure import MAX_MESSAGE, decode_error, encode_error, follow_up
-from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement, Value
+from holdfast._core.extension import BACKOFF, numbers_in
+from holdfast._core.failure import MAX_MESSAGE, decode_error, encode_error, follow_up, is_wrong_call, safe_getattr
+from holdfast._core.jobs import MAX_MS, Complete, Fail, Job, Release, RetrySettlement, Settlement, Value
 from holdfast._core.lifecycle import RESULT_TTL_MS
+from holdfast._core.options import BackoffFunction, to_ms
 from holdfast._core.text import format_times
-from holdfast.errors import ErrorKind, JobError
+from holdfast.errors import ErrorKind, JobError, PayloadRejected, PermanentError, Retry
 
 BRIEF_TTL_MS = 300_000
 """How long the outcome of a job without a result and without a chosen id is kept by default."""
@@ -27,6 +29,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     max_timeouts: int | None = 3
     min_backoff_ms: int = 2_000
     max_backoff_ms: int = 300_000
+    delays_ms: tuple[int, ...] = ()
+    """Delays before the retries, instead of a backoff that doubles."""
     result_ttl_ms: int | None = None
     """None means `RESULT_TTL_MS`, or `BRIEF_TTL_MS` for a job without a result and a chosen id."""
     dedup_ttl_ms: int | None = None
@@ -40,6 +44,32 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A run is stopped before its lease can expire."""
     follows_up: bool = False
     """The task has a fail handler: a failure enqueues a job for it."""
+
+
+class RetryRules(NamedTuple):
+    """What a task says about its exceptions. It stays in the process of the handler, because it is code."""
+
+    retry_on: tuple[type[Exception], ...] | None = None
+    """None means all exceptions."""
+    no_retry_on: tuple[type[Exception], ...] = ()
+    backoff: BackoffFunction | None = None
+
+    def is_permanent(self, error: BaseException) -> bool:
+        """Return whether another run would not help after this exception."""
+        if isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent":
+            return True
+        if isinstance(error, Retry):
+            return False
+        if isinstance(error, self.no_retry_on):
+            return True
+        return is_wrong_call(error) if self.retry_on is None else not isinstance(error, self.retry_on)
+
+    def delay_ms(self, job: Job, error: BaseException) -> int | None:
+        """Return the delay of the retry by the function of the task; None if it has none, or the request has delays."""
+        if self.backoff is None or not isinstance(error, Exception) or numbers_in(job.work.extension, BACKOFF):
+            return None
+        delay = self.backoff(job.retries + 1, error)
+        return None if delay is None else to_ms("the delay from the backoff function", delay)
 
 
 class QueueConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,23 +161,29 @@ def verdict(job: Job, ended: Ended, policy: Policy, rng: random.Random) -> Settl
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms)
             delay_ms = 0 if ended.run_at is not None else ended.delay_ms
             if delay_ms is None:
-                delay_ms = backoff_ms(job.retries, policy, rng)
+                delay_ms = _delay_ms(job, job.retries, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, ended.run_at)
         case TimedOut():
             if _left(job, "timeouts", policy) <= 0:
                 return _fail(job, ended.error, policy, ended.failure_ttl_ms, counts="timeouts")
-            delay_ms = backoff_ms(job.timeouts, policy, rng)
+            delay_ms = _delay_ms(job, job.timeouts, policy, rng)
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="timeouts")
         case Crashed():
             if _left(job, "stalls", policy) <= 0:
                 return _fail(job, ended.error, policy, counts="stalls")
-            delay_ms = backoff_ms(job.stalls - 1, policy, rng) if job.stalls else 0
+            delay_ms = _delay_ms(job, job.stalls - 1, policy, rng) if job.stalls else 0
             return RetrySettlement(job.id, fence_of(job), encode_error(ended.error), delay_ms, counts="stalls")
         case Stopped():
             if policy.at_most_once and ended.reason not in ("cancel", "not_started"):
                 error = JobError(type="Stopped", kind="stall", message=f"the run was stopped by {ended.reason}")
                 return _fail(job, error, policy)
             return Release(job.id, fence_of(job))
+
+
+def _delay_ms(job: Job, count: int, policy: Policy, rng: random.Random) -> int:
+    """Return the time before the next run: the delay that the request or the task has for it, else the backoff."""
+    delays = numbers_in(job.work.extension, BACKOFF) or policy.delays_ms
+    return min(delays[min(count, len(delays) - 1)], MAX_MS) if delays else backoff_ms(count, policy, rng)
 
 
 def backoff_ms(count: int, policy: Policy, rng: random.Random) -> int:

@@ -17,7 +17,8 @@ from holdfast._core.capacity import NEVER
 from holdfast._core.claim_planner import ClaimPlanner
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
-from holdfast._worker.handler import AppHooks, Handler, Runner, timed_out
+from holdfast._worker.endings import timed_out
+from holdfast._worker.handler import AppHooks, Handler, Runner
 
 if TYPE_CHECKING:
     from holdfast._worker.worker import WorkerContext

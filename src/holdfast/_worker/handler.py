@@ -20,24 +20,25 @@ from msgspec.structs import replace
 from holdfast._core import failure
 from holdfast._core.arguments import Arguments, SignatureMismatch, is_async
 from holdfast._core.codec import Codecs
-from holdfast._core.failure import FollowUp, error_from_exception, safe_getattr, visible_traceback
+from holdfast._core.failure import FollowUp, visible_traceback
 from holdfast._core.jobs import Complete, Fail, Job
 from holdfast._core.options import Seconds, to_ms
 from holdfast._core.retry_policy import (
     Ended,
     QueueConfig,
     Raised,
+    RetryRules,
     Returned,
-    Stopped,
     StopReason,
     TimedOut,
     timeout_ms,
     verdict,
 )
 from holdfast._core.text import escape_control
+from holdfast._worker.endings import cancelled, raised, timed_out
 from holdfast._worker.stacks import stack_of_run
 from holdfast._worker.telemetry import awaited, jobs_log, log_error
-from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, PermanentError, Retry
+from holdfast.errors import HoldfastError, JobError, PayloadRejected, Retry
 
 log = logging.getLogger("holdfast")
 failure.hide_frames_of(__file__)
@@ -169,6 +170,7 @@ class Handler:
         self.is_async = is_async(arguments.function)
         self.make_id: Callable[[dict[str, Any]], str] | None = None
         """Makes the id of a job from its arguments, if the task has `unique` or `singleton`."""
+        self.rules = RetryRules()
         self.fails_for: Arguments | None = None
         """The arguments of the task, if this is its fail handler."""
 
@@ -247,11 +249,11 @@ async def perform(
         value = await _call(handler, arguments, current, hooks.middleware, threads)
         ended: Ended = _returned(handler, value)
     except asyncio.CancelledError:
-        ended = _cancelled(current)
+        ended = cancelled(current)
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # SystemExit, too: a handler does not end its worker.
-        ended = _raised(error, current)
+        ended = raised(error, current, job, handler.rules)
         _log_exception(error, ended, job, handler, called=started_call)
     if hooks.after and isinstance(ended, Returned | Raised | TimedOut):
         stored = None if isinstance(ended, Returned) else ended.error
@@ -287,8 +289,7 @@ async def _call(
     if handler.is_async and not middleware:
         return await function(*args, **kwargs)
     proceed: Proceed = partial(function, *args, **kwargs)
-    if not handler.is_async:
-        proceed = partial(_call_on_thread, proceed, current, threads)
+    proceed = partial(_call_async, proceed) if handler.is_async else partial(_call_on_thread, proceed, current, threads)
     for layer in reversed(middleware):
         proceed = partial(_call_layer, layer, current, proceed)
     return await proceed()
@@ -296,6 +297,11 @@ async def _call(
 
 async def _call_layer(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
     return await awaited(layer(current, proceed))
+
+
+async def _call_async(function: Proceed) -> Any:
+    """Call an async handler behind middleware. `is_wrong_call` looks for this frame below those of the middleware."""
+    return await function()
 
 
 async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, threads: ThreadPoolExecutor) -> Any:
@@ -329,40 +335,6 @@ def _returned(handler: Handler, value: Any) -> Ended:
     except PayloadRejected as error:
         return Raised(JobError(type="PayloadRejected", kind="permanent", message=str(error)))
     return Returned(data, handler.codec.name)
-
-
-def _cancelled(current: CurrentJob) -> Ended:
-    """How a run ended that was cancelled, by the worker or by the handler itself."""
-    if current.stopping is None:
-        return Raised(JobError(type="CancelledError", message="the handler cancelled itself"))
-    if current.timed_out is not None:
-        return current.timed_out
-    assert current.stopping != "timeout"
-    return Stopped(current.stopping)
-
-
-def timed_out(limit_ms: int | None, stack: str) -> TimedOut:
-    """How a run ends whose time is over. `stack` is what it did then, if that is known."""
-    limit = "its timeout" if limit_ms is None else f"its timeout of {limit_ms / 1000:g} s"
-    shown = f"Stack of the run when its time was over (most recent call last):\n{stack}" if stack else ""
-    message = f"the run took longer than {limit}"
-    return TimedOut(JobError(type="TimeoutError", kind="timeout", message=message, traceback=shown))
-
-
-def _raised(error: BaseException, current: CurrentJob) -> Ended:
-    if current.stopping == "timeout":
-        return TimedOut(error_from_exception(error, "timeout"))
-    if isinstance(error, SignatureMismatch):
-        return Raised(error_from_exception(error, "retriable"))
-    permanent = isinstance(error, PermanentError | PayloadRejected) or safe_getattr(error, "kind") == "permanent"
-    if current.stopping is not None and not permanent and not isinstance(error, Retry):
-        return Stopped(current.stopping)  # The run was stopped, and raised while it ended.
-    stored = error_from_exception(error, "permanent" if permanent else "retriable")
-    try:
-        delay_ms, run_at = failure.retry_time(error)
-    except OptionError as wrong:
-        return Raised(replace(stored, message=f"{stored.message} (and {wrong})"[: failure.MAX_MESSAGE]))
-    return Raised(stored, delay_ms, run_at)
 
 
 def _log_exception(error: BaseException, ended: Ended, job: Job, handler: Handler, *, called: bool) -> None:
@@ -418,6 +390,7 @@ class _Going(NamedTuple):
     """A run that has begun."""
 
     task: asyncio.Task[Ended]
+    job: Job
     current: CurrentJob
     run: Coroutine[Any, Any, Ended]
     limit_ms: int | None
@@ -460,14 +433,14 @@ class Runner(Generic[K]):
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
         self._loop_thread = self._loop_thread or threading.get_ident()
-        self._going[key] = _Going(task, current, run, timeout_ms(job, handler.config.policy))
+        self._going[key] = _Going(task, job, current, run, timeout_ms(job, handler.config.policy))
         task.add_done_callback(partial(self._finished, key))
 
     def stop(self, key: K, why: StopReason) -> str:
         """Ask a run to stop. Returns its stack if its time is over."""
         if key not in self._going:
             return ""
-        task, current, _, limit_ms = self._going[key]
+        task, _, current, _, limit_ms = self._going[key]
         stack = self.stack(key) if why == "timeout" else ""
         current.timed_out = timed_out(limit_ms, stack) if why == "timeout" else None
         current.stopping = why
@@ -491,10 +464,10 @@ class Runner(Generic[K]):
         self._threads.shutdown(wait=False)
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
-        current = self._going.pop(key).current
+        going = self._going.pop(key)
         if task.cancelled():  # The run had not begun.
-            ended = _cancelled(current)
+            ended = cancelled(going.current)
         else:
             error = task.exception()
-            ended = task.result() if error is None else _raised(error, current)
+            ended = task.result() if error is None else raised(error, going.current, going.job, RetryRules())
         self._report_end(key, ended)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason, timeout_ms
 from holdfast._worker import handler
+from holdfast._worker.endings import timed_out
 from holdfast._worker.executor import Run, wait_until
-from holdfast._worker.handler import timed_out
 from holdfast._worker.processes import messages
 from holdfast._worker.processes.messages import Begin, ChildChannel, FromChild, Hello, frame_limit, without_odd_id
 from holdfast._worker.processes.os_process import Process
