@@ -226,7 +226,7 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "How long a completed job answers requests with its id: they get its result, and nothing runs.",
+        "How long after its end a completed job keeps its id: a request with this id gets the old result.",
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
