@@ -15,7 +15,8 @@ from holdfast._core.arguments import content_id
 from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import State, Update
 from holdfast._core.replies import CancelResult, KeepResult, Placed
-from holdfast._worker.handler import CurrentJob, Execution, Failure, current_job
+from holdfast._worker.current_job import CurrentJob, current_job
+from holdfast._worker.handler import Execution, Failure
 from holdfast._worker.logs import job_log_filter
 from holdfast._worker.telemetry import RunEvent
 from holdfast._worker.worker import Worker

@@ -9,7 +9,7 @@ import pytest
 from holdfast import Holdfast
 from holdfast._core.failure import encode_error
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease, Work
-from holdfast._core.replies import QueueStats
+from holdfast._core.replies import QueueStats, WorkerInfo
 from holdfast.cli.reasons import explain, reasons
 from holdfast.errors import JobError
 
@@ -42,6 +42,42 @@ def error(kind: Any = "retriable") -> bytes:
 
 def test_job_without_obstacles_is_ready() -> None:
     assert told(job()) == ["it is ready: the next worker with free capacity claims it"]
+
+
+def postman(**facts: Any) -> WorkerInfo:
+    return WorkerInfo("postman", {"capacity": 100, "lent": 0, **facts}, NOW, NOW + SECOND, False)
+
+
+READY = "it is ready: the next worker with free capacity claims it"
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (
+            {"used": 100, "busiest": ["pipe.pipeline 100"], "waits": ["pipe.pipeline pipe.step"]},
+            "no worker has room: 100 of 100 units used by pipe.pipeline, which waits for pipe.step",
+        ),
+        (
+            {"used": 400, "lent": 300, "busiest": ["pipe.pipeline 400"], "waits": ["pipe.pipeline emails"]},
+            "no worker has room: 400 of 400 units used by pipe.pipeline, which waits for emails",
+        ),
+        (
+            {"used": 100, "busiest": ["reports 90", "emails 10"], "waits": []},
+            "no worker has room: 90 of 100 units used by reports",
+        ),
+        ({"used": 100, "lent": 100, "busiest": ["pipe.pipeline 100"], "waits": ["pipe.pipeline emails"]}, READY),
+        ({"used": 99, "busiest": ["reports 99"]}, READY),
+    ],
+)
+def test_job_without_room_shows_which_queue_uses_it(facts: dict[str, Any], reason: str) -> None:
+    shown = reasons(job(), NOW, queue("postman"), (0, True), hosts={"postman": ""}, serving=[postman(**facts)])
+    assert shown == [reason]
+
+
+def test_job_has_room_if_one_worker_has_some() -> None:
+    workers = [postman(used=100, busiest=["reports 100"]), postman(used=0)]
+    assert reasons(job(), NOW, queue("postman"), (0, True), hosts={"postman": ""}, serving=workers) == [READY]
 
 
 def test_a_job_that_is_due_at_this_instant_is_not_scheduled() -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast._core.capacity import MAX_SUSPECTS, NEVER, QueueLoad
-from holdfast._core.claim_planner import ClaimOrder, ClaimPlanner
+from holdfast._core.claim_planner import MAX_SKIPPED, ClaimOrder, ClaimPlanner
 from tests.unit.planners import make_planner
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A busy machine is no failure.
@@ -338,3 +338,106 @@ def test_a_worker_without_queues_has_nothing_to_do() -> None:
         [],
         NEVER,
     )
+
+
+# Runs that wait lend their units
+
+
+def test_lent_units_are_only_for_queues_for_which_a_run_waits() -> None:
+    one = planner(QueueLoad("pipeline", size=50), QueueLoad("step"), QueueLoad("other"), hosts=1)
+    one.claimed("pipeline", 2, 0, NEVER)
+    for _ in range(2):
+        one.started("pipeline", 1)
+    assert one.plan(0.0) == []
+    one.lend("pipeline", 1, 1)
+    one.begin_wait("pipeline", "step")
+    assert limits(one.plan(0.0)) == {"step": 5}
+    one.claimed("step", 5, 1, NEVER)
+    assert one.find_host("other") is None
+    assert one.find_host("step") == 1
+
+
+def test_a_size_that_changes_holds_for_lent_units() -> None:
+    one = planner(QueueLoad("pipeline", size=50), QueueLoad("step"))
+    one.started("pipeline", 1)
+    one.lend("pipeline", 1, 1)
+    one.serve(QueueLoad("pipeline", size=80))
+    assert one.lent == 80
+    one.lend("pipeline", 1, -1)
+    assert one.lent == 0
+
+
+def test_no_host_is_kept_from_jobs_for_which_runs_wait() -> None:
+    loads = [QueueLoad("pipeline", size=50), QueueLoad("step"), QueueLoad("large", size=100), QueueLoad("quick")]
+    one = planner(*loads, hosts=1)
+    one.claimed("pipeline", 1, 0, NEVER)
+    one.started("pipeline", 1)
+    one.claimed("step", 1, 0, NEVER)
+    for _ in range(3 * MAX_SKIPPED):  # A host is kept for the large job.
+        one.wake("quick")
+        for order in one.plan(0.0):
+            one.claimed(order.queue, order.limit, 0, NEVER)
+    one.wake("quick")
+    one.wake("step")
+    assert one.plan(0.0) == []
+    one.lend("pipeline", 1, 1)
+    one.begin_wait("pipeline", "step")
+    assert limits(one.plan(0.0)) == {"step": 10}
+
+
+@patient
+@given(st.data())
+def test_lending_is_bounded_and_leaves_no_trace(data: st.DataObject) -> None:
+    """Runs begin, wait for each other, and end in any order."""
+    sizes = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
+    max_runs = data.draw(st.none() | st.integers(1, 10))
+
+    def fresh() -> ClaimPlanner:
+        loads = (QueueLoad(str(n), size=size) for n, size in enumerate(sizes))
+        return planner(*loads, hosts=2, max_runs=max_runs)
+
+    one = fresh()
+    running: list[tuple[str, int, set[str]]] = []
+
+    def stop_waiting(queue: str, host: int, targets: set[str]) -> None:
+        for target in targets:
+            one.end_wait(queue, target)
+        if targets:
+            one.lend(queue, host, -1)
+        targets.clear()
+
+    for _ in range(data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["claim", "claim", "wait", "resume", "end"])):
+            case "claim":
+                awaited = {target for _, _, targets in running for target in targets}
+                before = {n: host.used for n, host in one.hosts.items()}
+                for order in one.plan(0.0):
+                    for _ in range(order.limit):
+                        found = start(one, order.queue)
+                        running.append((order.queue, found, set()))
+                        assert order.queue in awaited or one.hosts[found].used <= 100 + one.hosts[found].lent
+                    one.claimed(order.queue, order.limit, order.limit, 0.0)
+                assert all(host.used <= max(400, before[n]) for n, host in one.hosts.items())
+                assert max_runs is None or one.runs <= 4 * max_runs
+            case "wait" if running:
+                queue, host, targets = data.draw(st.sampled_from(running))
+                target = str(data.draw(st.integers(0, len(sizes))))  # The last one is not served here.
+                if not targets:
+                    one.lend(queue, host, 1)
+                if target not in targets:
+                    targets.add(target)
+                    one.begin_wait(queue, target)
+            case "resume" if running:
+                stop_waiting(*data.draw(st.sampled_from(running)))
+            case "end" if running:
+                queue, host, targets = running.pop(data.draw(st.integers(0, len(running) - 1)))
+                stop_waiting(queue, host, targets)
+                one.finished(queue, host)
+            case _:
+                pass
+    for queue, host, targets in running:
+        stop_waiting(queue, host, targets)
+        one.finished(queue, host)
+    assert (one.used, one.runs, one.lent, one.waits, one.usage()) == (0, 0, 0, {}, {})
+    assert [host.free for host in one.hosts.values()] == [100, 100]
+    assert sum(limits(one.plan(0.0)).values()) > 0

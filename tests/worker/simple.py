@@ -41,3 +41,14 @@ def fail(message: str) -> None:
 @fail.on_failure
 async def report(failure: Failure) -> None:
     note("reported", message=failure.error.message, failed=failure.job.id, by=current_job().queue)
+
+
+@app.task(name="pipeline", size=50, timeout=20)
+async def pipeline(depth: int) -> int:
+    """Wait for a pipeline that is less deep."""
+    return depth if depth == 0 else 1 + await pipeline.using(wait=15).call(depth - 1)
+
+
+@app.task(name="thread-pipeline", size=50, timeout=20)
+def thread_pipeline(depth: int) -> int:
+    return depth if depth == 0 else 1 + thread_pipeline.sync.using(wait=15).call(depth - 1)

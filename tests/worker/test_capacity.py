@@ -183,3 +183,16 @@ async def test_evicted_worker_ends_like_a_stopped_one(scene: Scene) -> None:
     stats = await scene.app.queue("ten").stats()
     assert (stats.totals["completed"], stats.ready) == (1, 1)  # The run ended, and nothing new was begun.
     assert stats.totals.get("released", 0) == 0
+
+
+@pytest.mark.parametrize("queue", ["pipeline", "thread-pipeline"])
+async def test_runs_of_children_that_wait_lend_their_capacity(scene: Scene, queue: str) -> None:
+    await scene.worker("simple:app", "--processes", "1")
+    target = scene.app.queue(queue)
+    handles = [await target.enqueue({"depth": depth}) for depth in (3, 2)]
+    assert [await handle.result(wait=20) for handle in handles] == [3, 2]
+
+    async def nothing_is_used() -> bool:
+        return [worker.facts["used"] for worker in (await scene.app.stats()).workers] == [0]
+
+    await until(nothing_is_used)

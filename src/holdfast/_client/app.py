@@ -26,8 +26,9 @@ from holdfast._core.jobs import Job
 from holdfast._core.options import PullOptions, Seconds, StubOptions, TaskOptions, check_names, to_count, to_ms
 from holdfast._core.replies import Enqueued
 from holdfast._worker.app_loader import AppParts, RunnableApp, application_of, locate_app
+from holdfast._worker.current_job import current_job
 from holdfast._worker.executor import Inline
-from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError, current_job
+from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.signals import serve_until_signal
 from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_name

@@ -20,6 +20,7 @@ from holdfast._core.jobs import Outcome, Request, State
 from holdfast._core.lifecycle import MAX_BRIEF, Answer, answer
 from holdfast._core.options import MAX_WAIT_S, Seconds, to_ms
 from holdfast._core.replies import Enqueued, KeepResult, Placed
+from holdfast._worker.current_job import waiting_for
 from holdfast.errors import JobCancelled, JobFailed, JobForgotten, StorageUnavailable, WaitTimeout
 from holdfast.storage import Storage
 from holdfast.storage.subscriptions import Subscription
@@ -125,6 +126,7 @@ class _Waiter:
         self._deadline = None if wait_s is None else self._asked_at + wait_s
         self._storage_error: StorageUnavailable | None = None
         self._listening = AsyncExitStack()
+        self._lends = False
         self._events: Subscription | None = None
         self.keep_ms = KEEP_FOREVER_MS if wait_s is None else round(1000 * wait_s) + KEEP_MARGIN_MS
 
@@ -182,6 +184,9 @@ class _Waiter:
                     await self.ask_to_keep()
                 except StorageUnavailable as error:
                     self._storage_error = error
+            if not self._lends:  # The wait is longer than a poll: the run of a handler lends its capacity.
+                self._lends = True
+                self._listening.enter_context(waiting_for(self._queue))
             pause = min(POLL_INTERVAL_S, left)
             hint = await (asyncio.sleep(pause, None) if self._events is None else self._events.within(pause))
             poll = True

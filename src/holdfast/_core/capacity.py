@@ -11,6 +11,8 @@ import msgspec
 
 MAX_CLAIM = 250
 """Most jobs of one claim."""
+LENT_TIMES = 3
+"""Runs that wait lend at most three times the capacity of their host, so that four times of it is used at most."""
 MAX_SUSPECTS = 10
 """A queue with 10 jobs that wait for a spare host claims no more."""
 NEVER = float("inf")
@@ -28,6 +30,9 @@ class Host(msgspec.Struct):
     """Units that are reserved for the jobs of claims in flight."""
     stuck: dict[str, int] = {}
     """Number of runs by queue that were given up and may never end."""
+    waiting: dict[str, int] = {}
+    """Number of runs by queue that wait for another job, and lend their units."""
+    waiting_units: int = 0
     open: bool = True
     unresponsive: bool = False
     """The host does not answer at the moment, and gets no new runs."""
@@ -35,6 +40,15 @@ class Host(msgspec.Struct):
     @property
     def free(self) -> int:
         return self.capacity - self.used - self.reserved
+
+    @property
+    def lent(self) -> int:
+        """Units that jobs may use for which a run waits. They are not `free`."""
+        return min(self.waiting_units, LENT_TIMES * self.capacity)
+
+    def free_for(self, load: QueueLoad) -> int:
+        """Units that are free for jobs of a queue."""
+        return self.free + self.lent if load.waited else self.free
 
     @property
     def takes(self) -> bool:
@@ -62,6 +76,8 @@ class QueueLoad(msgspec.Struct):
     """Number of the last plan in which the queue had an order."""
     kept_from: float = 0.0
     """When a host may be kept free for the queue again."""
+    waited: bool = False
+    """A run of this worker waits for a job of the queue: its jobs may use units that such runs lend."""
     woken: bool = False
     """A hint came after the last claim was sent: that claim may not have seen the job."""
     rests_until: float = 0.0
@@ -90,6 +106,10 @@ class Capacity:
         self._unplaced = 0
         self._with_unplaced: dict[str, QueueLoad] = {}
         """Queues with jobs that wait for a host."""
+        self.waits: dict[tuple[str, str], int] = {}
+        """Number of runs of one queue that wait for jobs of another one."""
+        self._lending = 0
+        """Number of runs that wait for jobs of any queue."""
         self._claiming = 0
         """Sum of the limits of all claims in flight."""
 
@@ -101,8 +121,10 @@ class Capacity:
         known = self._loads.setdefault(load.queue, load)
         for number, host in self.hosts.items():
             host.used += (load.size - known.size) * host.running.get(load.queue, 0)
+            host.waiting_units += (load.size - known.size) * host.waiting.get(load.queue, 0)
             host.reserved += (load.size - known.size) * known.reservations.get(number, 0)
         known.size, known.concurrency, known.priority = load.size, load.concurrency, load.priority
+        known.waited = any(target == load.queue for _, target in self.waits)
         self.served[load.queue] = known
 
     def leave(self, queue: str) -> None:
@@ -119,6 +141,20 @@ class Capacity:
     @property
     def used(self) -> int:
         return sum(host.used for host in self.hosts.values())
+
+    @property
+    def lent(self) -> int:
+        """Units that runs lend, of all hosts together."""
+        return sum(host.lent for host in self.hosts.values() if host.open and not host.spare)
+
+    def usage(self) -> dict[str, int]:
+        """Units that the runs of each queue use."""
+        units: dict[str, int] = {}
+        for host in self.hosts.values():
+            for queue, runs in host.running.items():
+                if runs:
+                    units[queue] = units.get(queue, 0) + runs * self._loads[queue].size
+        return units
 
     def open_host(self, number: int, *, spare: bool = False) -> None:
         self.hosts[number] = Host(self.host_capacity, spare)
@@ -144,9 +180,10 @@ class Capacity:
             host = self.hosts.get(number)
             if host is not None:
                 host.reserved -= size
-                if host.takes and host.free >= size:
+                if host.takes and host.free + host.lent >= size:  # Other claims may have units that are lent.
                     return number
-        fits = [(host.free, -number) for number, host in self.hosts.items() if host.takes and host.free >= size]
+        hosts = ((host.free_for(load), -number) for number, host in self.hosts.items() if host.takes)
+        fits = [place for place in hosts if place[0] >= size]
         return -max(fits)[1] if fits else None
 
     def _forget_host_if_over(self, number: int) -> None:
@@ -196,6 +233,34 @@ class Capacity:
             del self._with_unplaced[queue]
         self._slots_changed(load)
 
+    # Runs that wait for other jobs
+
+    def begin_wait(self, queue: str, target: str) -> None:
+        """A run of `queue` waits for a job of `target`."""
+        self.waits[queue, target] = self.waits.get((queue, target), 0) + 1
+        self._set_waited(target)
+
+    def end_wait(self, queue: str, target: str) -> None:
+        """A run of `queue` does not wait for jobs of `target` any more."""
+        self.waits[queue, target] -= 1
+        if not self.waits[queue, target]:
+            del self.waits[queue, target]
+        self._set_waited(target)
+
+    def lend(self, queue: str, number: int, change: int) -> None:
+        """A run begins (1) or ends (-1) to lend its units to the queues for which any run waits."""
+        load, host = self._loads[queue], self.hosts[number]
+        host.waiting[queue] = host.waiting.get(queue, 0) + change
+        host.waiting_units += change * load.size
+        self._lending += change
+        if not host.waiting[queue]:
+            del host.waiting[queue]
+
+    def _set_waited(self, queue: str) -> None:
+        load = self._loads.get(queue)
+        if load is not None:
+            load.waited = any(target == queue for _, target in self.waits)
+
     def _slots_changed(self, load: QueueLoad) -> None:
         """The number of runs that a queue may start now has changed."""
 
@@ -208,15 +273,22 @@ class Capacity:
             take(free, load.size, load.unplaced - load.suspects)
         return free
 
-    def _run_slots(self) -> int:
-        """How many more runs `max_runs` allows, at most `MAX_CLAIM`."""
+    def _units(self, free: dict[int, int], waited: bool) -> dict[int, int]:
+        """The free units of each host, with those that are lent if a run waits for the jobs."""
+        return {number: units + self.hosts[number].lent for number, units in free.items()} if waited else free
+
+    def _run_slots(self, waited: bool) -> int:
+        """How many more runs `max_runs` allows, at most `MAX_CLAIM`. A run that waits for another one lends its own."""
         if self._max_runs is None:
             return MAX_CLAIM
-        return min(MAX_CLAIM, self._max_runs - self.runs - self._unplaced - self._claiming)
+        lent = min(self._lending, LENT_TIMES * self._max_runs) if waited else 0
+        return min(MAX_CLAIM, self._max_runs + lent - self.runs - self._unplaced - self._claiming)
 
     def _fitting(self, load: QueueLoad, free: dict[int, int]) -> int:
         """How many more jobs of a queue fit into these free units."""
-        return min(sum(units // load.size for units in free.values() if units > 0), load.slots, self._run_slots())
+        units = self._units(free, load.waited).values()
+        fitting = sum(count // load.size for count in units if count > 0)
+        return min(fitting, load.slots, self._run_slots(load.waited))
 
     def _is_blocked(self, size: int, free: dict[int, int]) -> bool:
         """Whether a job of this size does not fit now, but would fit if enough runs ended."""

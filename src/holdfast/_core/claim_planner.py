@@ -41,6 +41,8 @@ class Lane(msgspec.Struct):
 
     priority: int
     size: int
+    waited: bool
+    """Runs of this worker wait for jobs of these queues."""
     loads: dict[str, QueueLoad] = {}
     """By name, in the order in which they came."""
     skipped: int = 0
@@ -52,8 +54,8 @@ class ClaimPlanner(Capacity):
 
     def __init__(self, host_capacity: int, max_runs: int | None = None) -> None:
         super().__init__(host_capacity, max_runs)
-        self._lanes: dict[tuple[int, int], Lane] = {}
-        """Queues that are due, by priority and size. No lane is empty."""
+        self._lanes: dict[tuple[int, int, bool], Lane] = {}
+        """Queues that are due, by priority, size, and whether runs wait for them. No lane is empty."""
         self._times: list[tuple[float, str]] = []
         """A heap: when queues that are not due will be. It may have entries that do not hold any more."""
         self._claims = 0
@@ -76,6 +78,14 @@ class ClaimPlanner(Capacity):
         if queue in self.served:
             self._delist(self.served[queue])
         super().leave(queue)
+
+    def _set_waited(self, queue: str) -> None:
+        load = self.served.get(queue)
+        if load is not None:
+            self._delist(load)
+        super()._set_waited(queue)
+        if load is not None:
+            self._list(load)
 
     def _slots_changed(self, load: QueueLoad) -> None:
         self._list(load)
@@ -133,7 +143,7 @@ class ClaimPlanner(Capacity):
         """Queues that may have work, but whose next job does not fit."""
         self._list_due(now)
         free = self._free_units()
-        blocked = [lane for lane in self._lanes.values() if self._is_blocked(lane.size, free)]
+        blocked = [lane for lane in self._lanes.values() if self._is_lane_blocked(lane, free)]
         return [queue for lane in blocked for queue in lane.loads]
 
     # Lanes
@@ -143,9 +153,10 @@ class ClaimPlanner(Capacity):
         at = max(load.claim_at, load.rests_until)
         may_claim = not load.claiming and load.suspects < MAX_SUSPECTS and load.slots > 0
         if at == 0.0 and may_claim and load.queue in self.served:
-            lane = self._lanes.get((load.priority, load.size))
+            key = _lane_of(load)
+            lane = self._lanes.get(key)
             if lane is None:
-                lane = self._lanes[load.priority, load.size] = Lane(load.priority, load.size)
+                lane = self._lanes[key] = Lane(*key)
             lane.loads.setdefault(load.queue, load)
             return
         self._delist(load)
@@ -157,9 +168,13 @@ class ClaimPlanner(Capacity):
                 heapify(self._times)
 
     def _delist(self, load: QueueLoad) -> None:
-        lane = self._lanes.get((load.priority, load.size))
+        key = _lane_of(load)
+        lane = self._lanes.get(key)
         if lane is not None and lane.loads.pop(load.queue, None) is not None and not lane.loads:
-            del self._lanes[lane.priority, lane.size]
+            del self._lanes[key]
+
+    def _is_lane_blocked(self, lane: Lane, free: dict[int, int]) -> bool:
+        return self._is_blocked(lane.size, self._units(free, lane.waited))
 
     def _list_due(self, now: float) -> None:
         """Put queues into their lanes whose time has come."""
@@ -175,7 +190,7 @@ class ClaimPlanner(Capacity):
     def plan(self, now: float) -> list[ClaimOrder]:
         """Decide what to claim. The orders are for different queues, and all of their jobs fit together."""
         self._list_due(now)
-        if not self._lanes or self._claims >= self._max_claims or self._run_slots() <= 0:
+        if not self._lanes or self._claims >= self._max_claims or self._run_slots(waited=True) <= 0:
             return []
         free = self._free_units()
         if len(self._lanes) == 1 and self._kept is None:
@@ -189,11 +204,11 @@ class ClaimPlanner(Capacity):
         orders = self._use_kept_host(free, now)
         if self._kept is None and not orders:
             self._keep_a_host(free, now)
-        lanes = [lane for lane in self._not_withheld(free) if max(free.values(), default=0) >= lane.size]
+        lanes = [lane for lane in self._not_withheld(free) if self._fits(lane, free)]
         if not (lanes or orders):
             return []
         for lane in self._lanes.values():  # While a host is kept, only the lane of its queue is counted as skipped.
-            if (self._kept is None or self._kept[1] in lane.loads) and self._is_blocked(lane.size, free):
+            if (self._kept is None or self._kept[1] in lane.loads) and self._is_lane_blocked(lane, free):
                 lane.skipped += 1
         self._plans += 1
         return orders + self._share_out(lanes, free)
@@ -217,14 +232,14 @@ class ClaimPlanner(Capacity):
 
     def _order(self, load: QueueLoad, free: dict[int, int], limit: int) -> ClaimOrder:
         """Order a claim, and reserve units for its jobs: they are taken from `free`."""
-        lane = self._lanes[load.priority, load.size]
-        lane.skipped = 0
+        self._lanes[_lane_of(load)].skipped = 0
         load.claiming, load.planned, load.woken = limit, self._plans, False
         self._delist(load)
         self._claims += 1
         self._claiming += limit
-        load.reservations = take(free, load.size, limit)
+        load.reservations = take(self._units(free, load.waited), load.size, limit)
         for number, jobs in load.reservations.items():
+            free[number] -= jobs * load.size if load.waited else 0
             self.hosts[number].reserved += jobs * load.size
         return ClaimOrder(load.queue, limit)
 
@@ -235,7 +250,7 @@ class ClaimPlanner(Capacity):
         that host until the job fits. One host is kept at a time, for the queue that was served longest ago."""
         starving: list[QueueLoad] = []
         for lane in self._lanes.values():
-            if lane.skipped >= MAX_SKIPPED and self._is_blocked(lane.size, free):
+            if lane.skipped >= MAX_SKIPPED and self._is_lane_blocked(lane, free):
                 starving += islice((load for load in lane.loads.values() if load.kept_from <= now), 1)
         if starving:
             first = min(starving, key=lambda load: load.planned)
@@ -253,7 +268,7 @@ class ClaimPlanner(Capacity):
             return []
         if now > until:
             load.kept_from = now + MAX_KEPT_S
-        elif free[host] < load.size:
+        elif self._units(free, load.waited)[host] < load.size:
             return []
         self._kept = None
         for lane in self._lanes.values():  # Other queues are served again before another host is kept.
@@ -267,21 +282,26 @@ class ClaimPlanner(Capacity):
 
     def _loads_of(self, load: QueueLoad) -> dict[str, QueueLoad]:
         """The queues in the lane of a queue, if it has one now."""
-        lane = self._lanes.get((load.priority, load.size))
+        lane = self._lanes.get(_lane_of(load))
         return {} if lane is None else lane.loads
 
     def _not_withheld(self, free: dict[int, int]) -> Iterable[Lane]:
         """The lanes that may be served while a host is kept: all of them, on the other hosts. The only host is kept
-        from lanes of a higher priority only after the lane of its queue was skipped 256 times."""
+        from lanes of a higher priority only after the lane of its queue was skipped 256 times. No host is kept from
+        jobs for which runs wait: the runs of that host may end only after them."""
         lanes = list(self._lanes.values())
         if self._kept is None:
             return lanes
         host, queue, _ = self._kept
         kept_for = self.served[queue]
-        if len(free) == 1 and self._lanes[kept_for.priority, kept_for.size].skipped < MAX_SKIPPED**2:
-            return [lane for lane in lanes if lane.priority > kept_for.priority]
-        del free[host]
+        if len(free) == 1 and self._lanes[_lane_of(kept_for)].skipped < MAX_SKIPPED**2:
+            return [lane for lane in lanes if lane.waited or lane.priority > kept_for.priority]
+        free[host] = min(free[host], 0)
         return lanes
+
+    def _fits(self, lane: Lane, free: dict[int, int]) -> bool:
+        units = self._units(free, lane.waited)
+        return max(units.values(), default=0) >= lane.size and self._run_slots(lane.waited) > 0
 
     # Sharing
 
@@ -306,10 +326,15 @@ class ClaimPlanner(Capacity):
         for tier in tiers:
             left = sorted(waiting[tier], key=lambda load: (load.running * load.size, load.planned))
             del left[self._max_claims - self._claims :]
-            while left and (units := sum(units for units in free.values() if units > 0)) > 0:
+            while left:
                 load = left.pop(0)
+                units = sum(units for units in self._units(free, load.waited).values() if units > 0)
                 share = max(1, units // (len(left) + 1) // load.size)
                 limit = min(self._fitting(load, free), share)
                 if limit > 0:
                     orders.append(self._order(load, free, limit))
         return orders
+
+
+def _lane_of(load: QueueLoad) -> tuple[int, int, bool]:
+    return load.priority, load.size, load.waited

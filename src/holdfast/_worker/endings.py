@@ -14,7 +14,7 @@ from holdfast._core.retry_policy import Ended, Raised, RetryRules, Stopped, Time
 from holdfast.errors import JobError, Retry
 
 if TYPE_CHECKING:
-    from holdfast._worker.handler import CurrentJob
+    from holdfast._worker.current_job import CurrentJob
 
 
 def cancelled(current: CurrentJob) -> Ended:

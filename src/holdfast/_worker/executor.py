@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
 from holdfast._core.applications import Application
-from holdfast._core.capacity import NEVER
+from holdfast._core.capacity import LENT_TIMES, NEVER
 from holdfast._core.claim_planner import ClaimPlanner
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import Ended, QueueConfig, Stopped, StopReason, fence_of, is_suspect, timeout_ms
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 INLINE_CAPACITY = 1_000
 """Units of a worker without child processes."""
+MAX_THREADS = (1 + LENT_TIMES) * INLINE_CAPACITY
+"""Most threads of a worker without child processes: one for each run that it can have."""
+MAX_TARGETS = 1_000
+"""Most queues for whose jobs one run may wait. For more it lends nothing."""
 QUICK_S = 1.0
 """How long runs may take to end when the stop is quick."""
 
@@ -67,7 +71,7 @@ class Run:
 
     __slots__ = (
         *("config", "done", "given_up", "held", "host", "isolated", "job", "key", "lease", "overdue", "queue"),
-        *("stack", "started_at", "stopping", "timers", "times_out_at"),
+        *("stack", "started_at", "stopping", "timers", "times_out_at", "waits_for"),
     )
 
     def __init__(self, config: QueueConfig, job: Job, claimed_at: float) -> None:
@@ -92,6 +96,8 @@ class Run:
         self.given_up = False
         """Whether it does not stop and cannot be killed."""
         self.times_out_at = NEVER
+        self.waits_for: set[str] | None = None
+        """Queues for whose jobs the run waits; None if it has never waited."""
         self.timers: list[asyncio.TimerHandle] = []
 
 
@@ -207,12 +213,31 @@ class Executor(ABC):
         run.lease.progress = progress
         self._context.heartbeat.nudge()
 
+    def waits(self, run: Run, queue: str, begins: bool) -> None:
+        """A run begins or ends to wait for jobs of a queue. It lends its capacity to them meanwhile."""
+        targets = run.waits_for = set() if run.waits_for is None else run.waits_for
+        if run.host is None or begins == (queue in targets) or (begins and len(targets) == MAX_TARGETS):
+            return
+        if begins:
+            if not targets:
+                self._capacity.lend(run.queue, run.host, 1)
+            targets.add(queue)
+            self._capacity.begin_wait(run.queue, queue)
+        else:
+            targets.remove(queue)
+            self._capacity.end_wait(run.queue, queue)
+            if not targets:
+                self._capacity.lend(run.queue, run.host, -1)
+        self._context.claimer.changed.set()
+
     def finished(self, run: Run, ended: Ended) -> None:
         """A run has ended: free its capacity, and have it settled unless its lease is lost."""
         run.done = True
         self._runs.discard(run)
         for timer in run.timers:
             timer.cancel()
+        for queue in list(run.waits_for or ()):
+            self.waits(run, queue, False)
         if run.host is not None:
             self._capacity.finished(run.queue, run.host, given_up=run.given_up)
         self._one_finished.set()
@@ -272,7 +297,7 @@ class Inline(Executor):
     ) -> None:
         super().__init__()
         self._find_application = application
-        self.runner: Runner[Run] = Runner(handlers, hooks, INLINE_CAPACITY, self.finished, self.progressed)
+        self.runner: Runner[Run] = Runner(handlers, hooks, MAX_THREADS, self.finished, self.progressed, self.waits)
 
     @property
     def configs(self) -> list[QueueConfig]:

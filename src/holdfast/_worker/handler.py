@@ -8,8 +8,10 @@ import inspect
 import logging
 import random
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -35,6 +37,7 @@ from holdfast._core.retry_policy import (
     verdict,
 )
 from holdfast._core.text import escape_control
+from holdfast._worker.current_job import CurrentJob, running
 from holdfast._worker.endings import cancelled, raised, timed_out
 from holdfast._worker.stacks import stack_of_run
 from holdfast._worker.telemetry import awaited, jobs_log, log_error
@@ -45,67 +48,6 @@ failure.hide_frames_of(__file__)
 
 LEFT_IN_RECORD = object()
 """Stands for a payload that was too large for the fail handler's job, and is in the failed record."""
-
-MAX_PROGRESS_BYTES = 65_536
-
-running: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
-
-
-class CurrentJob:
-    """The run of a handler. `fence` and `attempt` protect what the run writes elsewhere against late writes."""
-
-    __slots__ = (
-        *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
-        *("_report", "stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
-    )
-
-    def __init__(self, queue: str, job: Job, report: Callable[[bytes], None], resources: object = None) -> None:
-        assert job.run is not None
-        self.queue = queue
-        self.id = job.id
-        self.generation = job.generation
-        self.attempt = job.attempts
-        """Number of this run, 1 for the first."""
-        self.fence = job.run.fence
-        """Number of the lease. It rises with every lease of the queue: a later run of the job has a higher one."""
-        self.retries = job.retries
-        self.stalls = job.stalls
-        self.timeouts = job.timeouts
-        self.run_at = job.run_at
-        self.worker = job.run.worker
-        self.stopping: StopReason | None = None
-        """Why this run should end (cancel, timeout, shutdown or lease_lost), or None. An async handler is cancelled as
-        well; a sync one should check this regularly."""
-        self.resources = resources
-        self.on_loop = True
-        """Whether the run can be cancelled now. It cannot while it is on a thread."""
-        self.thread: int | None = None
-        """The thread on which a function that is not async runs now."""
-        self.timed_out: TimedOut | None = None
-        """How the run ends if its time is over, with the stack that it had then."""
-        self._report = report
-
-    def progress(self, value: object) -> None:
-        """Report how far the run is, as any JSON value. It is visible in the job within about a second."""
-        try:
-            data = msgspec.json.encode(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise PayloadRejected(f"progress of job {self.id!r:.80} is not a JSON value: {error}") from error
-        if len(data) > MAX_PROGRESS_BYTES:
-            what = f"progress of job {self.id!r:.80}"
-            raise PayloadRejected(f"{what} has {len(data)} bytes: at most {MAX_PROGRESS_BYTES} are allowed")
-        self._report(data)
-
-    def __repr__(self) -> str:
-        return f"<job {self.id!r} of {self.queue}, attempt {self.attempt}>"
-
-
-def current_job() -> CurrentJob:
-    """The job of the handler that calls this, directly or through other functions. Works in async and sync handlers."""
-    try:
-        return running.get()
-    except LookupError:
-        raise HoldfastError("no job runs here: call current_job() only inside a handler") from None
 
 
 class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -407,18 +349,23 @@ class Runner(Generic[K]):
         threads: int,
         finished: Callable[[K, Ended], None],
         progressed: Callable[[K, bytes], None],
+        waits: Callable[[K, str, bool], None],
         wrap: Callable[[K, Coroutine[Any, Any, Ended]], Coroutine[Any, Any, Ended]] | None = None,
     ) -> None:
-        """`wrap` returns the coroutine to execute instead of that of a run."""
+        """`waits` is called when a run begins (True) or ends to wait for jobs of a queue. `wrap` returns the coroutine
+        to execute instead of that of a run."""
         self.resources: object = None
         """The value of the app's lifespan."""
         self.handlers = {handler.queue: handler for handler in handlers}
         self._hooks = hooks
         self._report_end = finished
         self._report_progress = progressed
+        self._report_wait = waits
         self._wrap = wrap
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, _Going] = {}
+        self._waits: dict[K, Counter[str]] = {}
+        """Number of waits for jobs of each queue, of runs that have waited."""
         self._loop_thread = 0
 
     def check(self) -> None:
@@ -430,6 +377,7 @@ class Runner(Generic[K]):
     def start(self, key: K, queue: str, job: Job) -> None:
         handler = self.handlers[queue]
         current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
+        current.report_wait = partial(self._wait_changed, key)
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
         self._loop_thread = self._loop_thread or threading.get_ident()
@@ -463,8 +411,25 @@ class Runner(Generic[K]):
         """End the threads that are idle now, and the others when their runs end."""
         self._threads.shutdown(wait=False)
 
+    def _wait_changed(self, key: K, queue: str, change: int) -> None:
+        """A run begins (1) or ends (-1) a wait for a job of a queue. Called on any thread."""
+        going = self._going.get(key)  # One step: the loop removes the run when it ends.
+        if going is not None:
+            with suppress(RuntimeError):  # The loop has closed.
+                going.task.get_loop().call_soon_threadsafe(self._count_wait, key, queue, change)
+
+    def _count_wait(self, key: K, queue: str, change: int) -> None:
+        if key not in self._going:
+            return  # The run has ended: what waits is a task that it has left behind.
+        waits = self._waits.setdefault(key, Counter())
+        before = waits[queue]
+        waits[queue] += change
+        if before == 0 or waits[queue] == 0:
+            self._report_wait(key, queue, before == 0)
+
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         going = self._going.pop(key)
+        self._waits.pop(key, None)
         if task.cancelled():  # The run had not begun.
             ended = cancelled(going.current)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast._core.text import escape_control
-from holdfast._worker.handler import running
+from holdfast._worker.current_job import running
 
 FORMATS = ("text", "json")
 

@@ -36,6 +36,8 @@ jobs_log = logging.getLogger("holdfast.jobs")
 
 MAX_HOOK_CALLS = 10_000
 """Most events and errors that wait for hooks. When more come, the oldest are dropped: hooks get hints."""
+NAMED_QUEUES = 10
+"""Most queues in each list of a worker's record that says how its capacity is used."""
 DROPPED_LOG_S = 5.0
 """Shortest time between two log lines about dropped events and errors."""
 KINDS: dict[Any, EventKind] = {
@@ -193,8 +195,10 @@ def default_worker_name() -> str:
 def worker_facts(
     executor: str, capacity: Capacity, application: Application, configs: Mapping[str, QueueConfig]
 ) -> WorkerFacts:
-    """The record of a worker in this process, with the signatures of its first `MAX_SIGNED` queues."""
+    """The record of a worker in this process, with the signatures of its first `MAX_SIGNED` queues.
+    `busiest` has queues and the units that their runs use, `waits` queues and those for whose jobs their runs wait."""
     signatures = [configs[name].signature if name in configs else "" for name in list(capacity.served)[:MAX_SIGNED]]
+    busiest = sorted(capacity.usage().items(), key=lambda used: -used[1])
     return {
         "queues": list(capacity.served),
         "host": socket.gethostname(),
@@ -207,4 +211,7 @@ def worker_facts(
         "capacity": capacity.units,
         "used": capacity.used,
         "running": capacity.runs,
+        "lent": capacity.lent,
+        "busiest": [f"{queue} {units}" for queue, units in busiest[:NAMED_QUEUES]],
+        "waits": [f"{queue} {target}" for queue, target in list(capacity.waits)[:NAMED_QUEUES]],
     }

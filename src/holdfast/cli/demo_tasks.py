@@ -7,7 +7,8 @@ import os
 
 from holdfast._client.app import Holdfast
 from holdfast._core.clock import SystemClock
-from holdfast._worker.handler import Failure, current_job
+from holdfast._worker.current_job import current_job
+from holdfast._worker.handler import Failure
 
 app = Holdfast(namespace="holdfast-demo")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
-from holdfast._core.replies import QueueStats
+from holdfast._core.replies import QueueStats, WorkerInfo
 from holdfast._core.text import format_times
 from holdfast.cli.output import format_count, format_duration, format_moment
 from holdfast.storage import Storage
@@ -39,25 +39,34 @@ async def explain(storage: Storage, queue: str, id: str) -> Explanation:
     waits = job.state is State.WAITING and job.run_at <= snapshot.now
     ahead = await _ahead(storage, queue, job, snapshot.now) if waits else (0, True)
     hosts = {worker.worker: str(worker.facts.get("host", "")) for worker in snapshot.workers}
-    sentences = reasons(job, snapshot.now, stats, ahead, hosts=hosts)
+    serving = [worker for worker in snapshot.workers if stats is not None and worker.worker in stats.workers]
+    sentences = reasons(job, snapshot.now, stats, ahead, hosts=hosts, serving=serving)
     return Explanation(queue=queue, id=id, state=job.state, reasons=sentences)
 
 
 def reasons(
-    job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], *, hosts: Mapping[str, str]
+    job: Job,
+    now: int,
+    stats: QueueStats | None,
+    ahead: tuple[int, bool],
+    *,
+    hosts: Mapping[str, str],
+    serving: Sequence[WorkerInfo] = (),
 ) -> list[str]:
     """Return the reasons. `ahead` is the number of jobs in front, and whether all of them were counted. `hosts` has the
-    host of each live worker. Pure."""
+    host of each live worker; `serving` are the live workers of the queue. Pure."""
     match job.state:
         case State.WAITING:
-            return _of_waiting(job, now, stats, ahead)
+            return _of_waiting(job, now, stats, ahead, serving)
         case State.RUNNING:
             return _of_running(job, now, hosts)
         case _:
             return _of_finished(job, now)
 
 
-def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool]) -> list[str]:
+def _of_waiting(
+    job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, bool], serving: Sequence[WorkerInfo]
+) -> list[str]:
     sentences: list[str] = []
     if job.run_at > now:
         if job.error is not None and (job.retries or job.timeouts or job.stalls):
@@ -68,6 +77,8 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, 
         sentences.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
     if stats is None or not stats.workers:
         sentences.append("no live worker serves this queue")
+    elif job.run_at <= now and not stats.paused:
+        sentences += _no_room(stats.queue, serving)
     jobs, all_counted = ahead
     if jobs or not all_counted:
         sentences.append(f"{'' if all_counted else 'at least '}{format_count(jobs, 'job')} in front of it")
@@ -79,6 +90,36 @@ def _of_waiting(job: Job, now: int, stats: QueueStats | None, ahead: tuple[int, 
         last = "" if job.error is None or job.run_at > now else f", the last time with {_error(job.error)}"
         sentences.append(f"it has been {', '.join(happened)}{last}")
     return sentences
+
+
+def _no_room(queue: str, serving: Sequence[WorkerInfo]) -> list[str]:
+    """The reason if all units of all workers of a queue are used, with the queue that uses the most units of one."""
+    if any(_number(worker, "used") < _units(worker, queue) for worker in serving):
+        return []
+    for worker in serving:
+        for busiest in _texts(worker, "busiest")[:1]:
+            user, _, units = busiest.rpartition(" ")
+            pairs = [pair.partition(" ") for pair in _texts(worker, "waits")]
+            targets = " and ".join(target for waiting, _, target in pairs if waiting == user)
+            room = f"{units} of {_units(worker, queue)} units used by {user}"
+            return [f"no worker has room: {room}{f', which waits for {targets}' if targets else ''}"]
+    return []
+
+
+def _units(worker: WorkerInfo, queue: str) -> int:
+    """The units of a worker that jobs of a queue may use."""
+    is_awaited = any(pair.partition(" ")[2] == queue for pair in _texts(worker, "waits"))
+    return _number(worker, "capacity") + (_number(worker, "lent") if is_awaited else 0)
+
+
+def _number(worker: WorkerInfo, fact: str) -> int:
+    value = worker.facts.get(fact)
+    return value if isinstance(value, int) else 0
+
+
+def _texts(worker: WorkerInfo, fact: str) -> list[str]:
+    value = worker.facts.get(fact)
+    return value if isinstance(value, list) else []
 
 
 def _of_running(job: Job, now: int, hosts: Mapping[str, str]) -> list[str]:

@@ -289,6 +289,9 @@ class ChildHandle:
                 case messages.Progress(number, progress):
                     if number in self.runs:
                         self._pool.progressed(self.runs[number], progress)
+                case messages.Waits(number, queue, begins):
+                    if number in self.runs:
+                        self._pool.waits(self.runs[number], queue, begins)
                 case messages.Pong(memory):
                     self._pinged_at = None
                     self._pool.child_answered(self, memory)

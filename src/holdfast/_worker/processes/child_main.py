@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 
 from holdfast import errors
+from holdfast._core.capacity import LENT_TIMES
 from holdfast._core.retry_policy import Ended, Raised, TimedOut
 from holdfast._worker.app_loader import RunnableApp, app_parts, import_app, source_of
 from holdfast._worker.handler import Runner
@@ -33,7 +34,7 @@ from holdfast._worker.telemetry import HookDispatcher
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
 
-THREADS = 100
+MAX_THREADS = (1 + LENT_TIMES) * 100
 """Most threads of a child: one for each run that it can have."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HOOKS_S = 4.0
@@ -76,7 +77,13 @@ class ChildRuntime:
         self._leaving = asyncio.Event()
         self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
         self._runner = Runner(
-            parts.handlers, parts.hooks, THREADS, self.finished, self.progressed, partial(_probed, probe)
+            parts.handlers,
+            parts.hooks,
+            MAX_THREADS,
+            self.finished,
+            self.progressed,
+            self.waits,
+            partial(_probed, probe),
         )
         self._runner.check()
         self._hooks = HookDispatcher(parts.on_event, parts.hooks.report_error, on_threads=True)
@@ -143,6 +150,10 @@ class ChildRuntime:
 
     def finished(self, number: int, ended: Ended) -> None:
         self._channel.send(Finished(number, ended))
+
+    def waits(self, number: int, queue: str, begins: bool) -> None:
+        """A run begins or ends to wait for jobs of a queue."""
+        self._channel.send(messages.Waits(number, queue, begins))
 
     def progressed(self, number: int, progress: bytes) -> None:
         """A run has new progress. Called on any thread."""

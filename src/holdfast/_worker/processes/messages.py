@@ -126,6 +126,14 @@ class Stack(Message, frozen=True):
     stack: str
 
 
+class Waits(Message, frozen=True):
+    """A run begins or ends to wait for jobs of a queue."""
+
+    number: int
+    queue: str
+    begins: bool
+
+
 class Progress(Message, frozen=True):
     number: int
     progress: bytes
@@ -137,7 +145,7 @@ class Pong(Message, frozen=True):
 
 
 ToChild = Start | Stop | ShowStack | Ping | Happened | HookError | Leave
-FromChild = Hello | Broken | Finished | Refused | Stack | Progress | Pong
+FromChild = Hello | Broken | Finished | Refused | Stack | Waits | Progress | Pong
 
 M = TypeVar("M")
 V = TypeVar("V", Job, RunEvent)
