@@ -23,7 +23,7 @@ from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
 from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
-from holdfast._worker.notes import ANSWER_MS, TASK_MS, name_of_task_note, question_for, read_question
+from holdfast._worker.notes import ANSWER_MS, TASK_MS, TASK_NOTE, question_for, read_question
 from holdfast._worker.telemetry import worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage.base import QueueDamaged, Storage
@@ -70,6 +70,8 @@ class Heartbeat:
         """The tasks whose notes are written: the `configs` of the worker at that time."""
         self._compared: object = None
         """The tasks that were compared with those of other workers."""
+        self._question = question_for(self._worker)
+        """Name of the note with the question of a command."""
         self._answered: bytes | None = None
         """The last question of a command that this worker has begun to answer."""
         self._answers: dict[str, bytes] = {}
@@ -247,7 +249,7 @@ class Heartbeat:
         configs = self._context.configs
         if configs is not self._described:
             known = {config.queue: config.note.encode() for config in configs.values() if config.note}
-            notes = {name_of_task_note(queue): note for queue, note in known.items() if len(note) <= MAX_NOTE_BYTES}
+            notes = {TASK_NOTE + queue: note for queue, note in known.items() if len(note) <= MAX_NOTE_BYTES}
             for part in batches(notes.items(), lambda note: len(note[1])):
                 await storage.write_notes(dict(part), ttl_ms=TASK_MS)
             self._described = configs
@@ -265,7 +267,7 @@ class Heartbeat:
         """Write answers that are ready, and begin to answer a new question."""
         answers, self._answers = self._answers, {}
         await storage.write_notes(answers, ttl_ms=ANSWER_MS)
-        (note,) = await storage.read_notes([question_for(self._worker)])
+        (note,) = await storage.read_notes([self._question])
         if note is None or note == self._answered:
             return
         self._answered = note

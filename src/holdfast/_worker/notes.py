@@ -12,6 +12,8 @@ from holdfast.storage import Storage
 
 TASK_MS, QUESTION_MS, ANSWER_MS = 365 * 86_400_000, 30_000, 60_000
 """How long the notes are kept. Workers write those of their tasks at each start and reload."""
+TASK_NOTE = "task:"
+"""Before the name of a queue, the name of the note about its task: a `TaskNote`."""
 LOOK_S = 0.2
 """Interval at which a caller looks for the answer."""
 
@@ -23,11 +25,6 @@ class StackQuestion(msgspec.Struct, frozen=True):
     fence: int
     answer_to: str
     """Name of the note for the answer."""
-
-
-def name_of_task_note(queue: str) -> str:
-    """Name of the note about the task that a queue belongs to: a `TaskNote`."""
-    return f"task:{queue}"
 
 
 def question_for(worker: str) -> str:

@@ -12,7 +12,7 @@ from holdfast._client.app import Holdfast
 from holdfast._client.settings import find_settings
 from holdfast._core.tasks import IdRule, TaskNote, id_from_note
 from holdfast._worker.app_loader import app_parts, import_app
-from holdfast._worker.notes import name_of_task_note
+from holdfast._worker.notes import TASK_NOTE
 from holdfast.cli.common import look_here
 from holdfast.errors import OptionError
 
@@ -49,7 +49,7 @@ async def identify(
             return _options(note.rule, handler.id_of(codec, data))
     give_up_at = asyncio.get_running_loop().time() + patience_s
     while True:
-        (stored,) = await app.storage.read_notes([name_of_task_note(queue)])
+        (stored,) = await app.storage.read_notes([TASK_NOTE + queue])
         if stored is not None:
             note = msgspec.json.decode(stored, type=TaskNote)
             return _options(note.rule, id_from_note(queue, note, payload))
