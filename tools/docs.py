@@ -158,7 +158,7 @@ def value_of(option: Option) -> str:
     special: dict[Any, str] = {
         IdTemplate: "template or function",
         ErrorTypes: "exception class, or a tuple of them",
-        Backoff: "seconds, or a list of seconds; of a task also a function",
+        Backoff: "seconds, or a list of seconds. A task also takes a function",
         OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`',
     }
     named: dict[Any, str] = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}

@@ -217,7 +217,7 @@ _ROWS = [
     _row("no_retry_on", "These exceptions fail the job at once."),
     _row(
         "backoff",
-        "Delays before the first retry, the second and so on, without jitter; the last one is used again.",
+        "Delays before the first retry, the second and so on, without jitter. The last delay is used again.",
         default_text="`min_backoff` to `max_backoff`",
     ),
     _row("min_backoff", "Time before the first retry; it doubles with each further retry, with jitter.", default=2),
