@@ -73,6 +73,8 @@ class Storage(ABC):
 
     async def _ensure_open(self) -> None:
         """Open a lazy storage if this is its first verb. Raise StorageUnavailable if the storage is not open."""
+        if self._pid == os.getpid():
+            return
         opening = self._opening
         if opening is not None and self._pid is None:
             async with opening:

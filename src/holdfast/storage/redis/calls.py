@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+
+import msgspec
 
 from holdfast._core.clock import Clock
 from holdfast.errors import StorageFull, StorageUnavailable
@@ -53,8 +54,7 @@ class CallReply(NamedTuple):
     """The reply answers an earlier call that got no answer, and that this call repeats."""
 
 
-@dataclass(slots=True, eq=False)
-class PendingCall:
+class PendingCall(msgspec.Struct, eq=False):
     """The part of one caller in a call: items for a verb with its options."""
 
     verb: str
@@ -69,7 +69,7 @@ class PendingCall:
         return sum(len(item) for item in self.items if not isinstance(item, int))
 
 
-class SentCall(NamedTuple):
+class SentCall(msgspec.Struct, frozen=True, eq=False):
     """A call as it was sent."""
 
     number: int
@@ -126,23 +126,26 @@ class CallQueue:
 
     def _send(self, verb: str, batch: list[PendingCall]) -> None:
         self._in_flight.add(verb)
-        args = (*batch[0].options, *(item for call in batch for item in call.items))
+        items = batch[0].items if len(batch) == 1 else [item for call in batch for item in call.items]
+        args = (*batch[0].options, *items)
         before = self._unanswered.pop(verb, None)
         # A claim is repeated if the worker is the same, for any number of jobs.
         if before is not None and (before.args[1:] == args[1:] if verb == "claim" else before.args == args):
             # Under the same number: the server applies it once, and its answer arrives now.
-            sent, deliver = before, partial(self._on_reply, batch, True)
+            sent, deliver = before, partial(self._on_reply, batch, True, before)
         elif before is not None and verb == "settle":  # In another batch, a settlement would not be known as done.
-            sent, deliver = before, partial(self._on_late_settle, batch)
+            sent, deliver = before, partial(self._on_late_settle, batch, before)
         else:
-            sent, deliver = SentCall(self._calls.next_number(), args), partial(self._on_reply, batch, False)
-        self._calls.send(verb, self._key, sent.number, sent.args, partial(deliver, sent))
+            sent = SentCall(self._calls.next_number(), args)
+            deliver = partial(self._on_reply, batch, False, sent)
+        self._calls.send(verb, self._key, sent.number, sent.args, deliver)
 
     def _on_reply(self, batch: list[PendingCall], late: bool, sent: SentCall, reply: Reply) -> None:
         verb, start, failed = batch[0].verb, 0, isinstance(reply, Exception)
         self._in_flight.discard(verb)
-        self._note_unanswered(verb, sent, reply)
-        if self._settled and verb == "settle" and not failed:
+        if failed:
+            self._note_unanswered(verb, sent, reply)
+        elif self._settled and verb == "settle":
             reply = self._with_settled(sent, reply)
         for call in batch:
             resolve(call.future, self._calls.error_of(reply) if failed else CallReply(reply, start, late))

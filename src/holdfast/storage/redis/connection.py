@@ -13,10 +13,11 @@ import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any
+
+import msgspec
 
 from holdfast.errors import HoldfastError, StorageUnavailable
 from holdfast.storage.redis.raw import Argument, Deliver, LoginRefused, RawConnection, Reply, ServerError
@@ -159,8 +160,7 @@ class ReconnectingConnection(ABC):
         self._timer = self._loop.call_later(seconds, self._check)
 
 
-@dataclass(slots=True, eq=False)
-class PendingCommand:
+class PendingCommand(msgspec.Struct, eq=False):
     """A command without a reply."""
 
     args: tuple[Argument, ...]
