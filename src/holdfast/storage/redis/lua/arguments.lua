@@ -1,5 +1,5 @@
 -- Checks of arguments: a call that would store what no client can read is refused before anything is changed. Mirrors
--- storage/validation.py. Equal heads and terms are checked once per call.
+-- storage/validation.py. Equal terms are checked once per call.
 
 local MAX_ITEMS, MAX_ID_BYTES, FOLLOW_UP_ID_BYTES, MAX_WORKER_BYTES = 250, 512, 32, 800
 local MAX_CODEC_BYTES, MAX_EXTENSION_BYTES, MAX_LIMIT = 40, 65536, 1000000

@@ -9,6 +9,9 @@ local CACHED_OUTCOMES, CACHED_OUTCOME = 3, 2
 
 local start_plain, refuse, check_terms = fast.start_plain, arguments.refuse, arguments.terms
 
+-- The requests of heads without a time, by head. Most calls have one of these few, so they are kept for later calls.
+local TIMELESS = {}
+
 local function read_request(head)
   if #head ~= REQUEST_BYTES then refuse('the head of a request must have ' .. REQUEST_BYTES .. ' bytes') end
   local priority, has_payload, custom_id, updates, takes_payload, rule, resets_counts, when, at, keep_ms =
@@ -23,10 +26,12 @@ local function read_request(head)
   end
   has_payload = flags == 1
   if not has_payload and (updates == 0 or takes_payload == 1) then refuse('a request has no payload') end
-  return {client = CLIENT, priority = priority, has_payload = has_payload, custom_id = custom_id == 1, extended = extended,
+  local request = {priority = priority, has_payload = has_payload, custom_id = custom_id == 1, extended = extended,
     starts_fast = fast.starts(when, has_payload, extended), updates = updates == 1, takes_payload = takes_payload == 1,
     rule = rule, resets_counts = resets_counts == 1, when = when, at = at, keep_ms = keep_ms, id = '', terms = '',
     work_extension = '', payload = nil}
+  if at == 0 and keep_ms == 0 then TIMELESS[head] = request end
+  return request
 end
 
 -- Enqueue the requests that `request_at(number)` returns. Fills `replies` and the cached `outcomes`.
@@ -61,7 +66,7 @@ function VERBS.enqueue()
     local head = ARGS[first + 1]
     local request = heads[head]
     if not request then
-      request = read_request(head)
+      request = TIMELESS[head] or read_request(head)
       heads[head] = request
     end
     request.id, request.terms = ids[at], ARGS[first + 2]
@@ -76,6 +81,7 @@ function VERBS.enqueue()
     return request
   end, replies, outcomes)
   transaction.close(tx)
+  for _, request in pairs(heads) do request.payload = nil end
   return {tx.opened, table.concat(replies), outcomes}
 end
 

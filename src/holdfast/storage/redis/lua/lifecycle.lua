@@ -33,7 +33,7 @@ local function waited_for(job, request, now)
   if request.keep_ms == 0 then return end
   local until_at = now + 1000 * request.keep_ms
   if until_at > job.keep_until_at then job.keep_until_at, job.changed = until_at, true end
-  add_waiter(job, request.client)
+  add_waiter(job, CLIENT)
 end
 
 local function due_of(request, time, at)

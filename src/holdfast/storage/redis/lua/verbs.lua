@@ -164,7 +164,7 @@ local function read_follow_up(id, packed)
   local ok, priority, terms, extension, at = pcall(split_follow_up, packed)
   if not ok or sub(QUEUE, -7) == '/failed' then refuse('the follow-up of a failure is not valid') end
   return {id = id, priority = priority, terms = terms, work_extension = extension, payload = sub(packed, at),
-    custom_id = true, updates = false, when = NOW, keep_ms = 0, client = CLIENT,
+    custom_id = true, updates = false, when = NOW, keep_ms = 0,
     starts_fast = fast.starts(NOW, true, extension ~= '')}
 end
 
