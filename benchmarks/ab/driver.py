@@ -36,21 +36,24 @@ POLL_S = 0.005
 WAIT_S = 60.0
 """Longest wait for the jobs of a pool, and for the result of a call."""
 
+FORGOTTEN: dict[str, Any] = {"result_ttl": 0}
+"""Option of the tasks: no outcome is kept. Revisions whose default differs do the same work."""
+
 app = Holdfast(URL, namespace="ab")
 _marks: list[mmap.mmap] = []
 
 
-@app.task(name="nothing")
+@app.task(name="nothing", **FORGOTTEN)
 async def nothing(number: int) -> None:
     pass
 
 
-@app.task(name="marked")
+@app.task(name="marked", **FORGOTTEN)
 async def marked(number: int) -> None:
     marks()[number] = 1
 
 
-@app.task(name="echo")
+@app.task(name="echo", **FORGOTTEN)
 async def echo(number: int) -> int:
     return number
 
