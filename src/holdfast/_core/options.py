@@ -217,7 +217,7 @@ _ROWS = [
     _row("no_retry_on", "These exceptions fail the job at once."),
     _row(
         "backoff",
-        "Delays before the first retry, the second and so on, without jitter. The last delay is used again.",
+        "Delays before the first retry, the second and so on, without jitter. Further retries use the last delay.",
         default_text="`min_backoff` to `max_backoff`",
     ),
     _row("min_backoff", "Time before the first retry; it doubles with each further retry, with jitter.", default=2),
@@ -226,7 +226,7 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "How long after its end a completed job keeps its id: a request with this id gets the old result.",
+        "After a job has completed: how long a new request with its id gets the old result and does not run.",
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
