@@ -111,7 +111,10 @@ def index_of(job: Job) -> tuple[str, SortKey]:
 
 def index_name(job: Job) -> str:
     """Return the name of the index that a record is in, by which records are counted too."""
-    return BRIEF if job.outcome is not None and job.outcome.brief else job.state
+    outcome = job.outcome
+    if outcome is not None:
+        return BRIEF if outcome.brief else outcome.state
+    return State.WAITING if job.run is None else State.RUNNING
 
 
 def indexes_of(state: State) -> list[str]:
