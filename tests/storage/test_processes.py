@@ -150,12 +150,14 @@ def exists(address: str) -> bool:
 
 
 async def kill_at_random(processes: Processes, path: Path | str, history: Path) -> int:
-    """Four processes at work, one of which is killed and replaced every moment. Returns how many were killed."""
+    """Four processes at work, one of which is killed and replaced every moment, until enough was done. Returns how many
+    were killed."""
     rng = random.Random(SEED)
     kills = 0
     running = [processes.start("storm", path, history, f"p{n}", n) for n in range(4)]
-    end = time.monotonic() + STORM_S
-    while time.monotonic() < end:
+    began = time.monotonic()
+    while time.monotonic() < began + STORM_S or not (kills > 5 and has_enough(history)):
+        assert time.monotonic() < began + 10 * STORM_S, "the processes do too little"
         await asyncio.sleep(rng.uniform(0.1, 0.4))
         n = rng.randrange(4)
         assert all(process.still_runs() for process in running), "a process has ended by itself"
@@ -167,10 +169,19 @@ async def kill_at_random(processes: Processes, path: Path | str, history: Path) 
     return kills
 
 
+def has_enough(history: Path) -> bool:
+    """Whether the processes have enqueued and completed so many jobs that kills met all steps. On a busy machine many
+    are killed before they have done anything."""
+    words = (
+        collections.Counter(line.split()[0] for line in history.read_text().splitlines()) if history.exists() else {}
+    )
+    return min(words.get("enqueued", 0), words.get("completed", 0)) > 100
+
+
 async def drain(storage: Storage) -> set[tuple[str, int]]:
     """Complete what is left: the leases that did."""
     done: set[tuple[str, int]] = set()
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         leases = await claim(storage)
         if leases:
@@ -188,7 +199,7 @@ async def test_processes_killed_at_random_lose_nothing_and_complete_nothing_twic
     processes: Processes, path: Path, tmp_path: Path
 ) -> None:
     history = tmp_path / "history"
-    kills = await kill_at_random(processes, path, history)
+    await kill_at_random(processes, path, history)
     async with connect(f"sqlite:///{path}") as storage:
         drained = await drain(storage)
         await enqueue(
@@ -197,7 +208,6 @@ async def test_processes_killed_at_random_lose_nothing_and_complete_nothing_twic
         await complete(storage, await claim(storage))
 
         said = [line.split() for line in history.read_text().splitlines()]
-        assert kills > 5
         await check_history(storage, said, drained)
         with closing(sqlite3.connect(path)) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
@@ -209,8 +219,6 @@ async def check_history(storage: Storage, said: list[list[str]], drained: set[tu
     """Nothing that was acknowledged is lost, no lease and no job was completed twice, and the audit is clean."""
     enqueued = [words[1] for words in said if words[0] == "enqueued"]
     completed = [(words[1], int(words[2])) for words in said if words[0] == "completed"]
-    assert len(enqueued) > 100, "the storm was a lull"
-    assert len(completed) > 100
     assert repeated(completed) == []
     assert repeated(fence for _, fence in completed) == []
     assert repeated(id for id, _ in [*completed, *drained]) == []
