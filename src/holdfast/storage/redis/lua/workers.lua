@@ -4,6 +4,7 @@
 local ANNOUNCED, EXPIRED_PER_CALL = '<I8I8B', 10 -- beat_at, expires_at, evict_asked, then the facts
 local ANNOUNCED_BYTES, MAX_FACTS_BYTES, ZLIB = 17, 2097152, 0x78 -- the first byte of compressed facts
 local NOTE, NOTE_BYTES, FORGOTTEN_PER_CALL = '<I8', 8, 250 -- forget_at, then the value
+local MAX_NOTE_NAME, MAX_NOTE_BYTES = 250, 16384
 
 function VERBS.list()
   arguments.namespace()
@@ -53,12 +54,20 @@ function VERBS.evict()
 end
 
 function VERBS.write_notes()
+  arguments.namespace()
   local notes, noted = QUEUE .. ':notes', QUEUE .. ':noted'
+  local ttl_ms = arguments.number('a length in ms', ARGS[FIRST_ARG], 1, arguments.MAX_MS)
+  for at = FIRST_ARG + 1, #ARGS, 2 do
+    local name, value = ARGS[at], ARGS[at + 1]
+    if name == '' or #name > MAX_NOTE_NAME or not value or #value > MAX_NOTE_BYTES then
+      arguments.refuse('a note has a name of 1 to 250 bytes and a value of at most 16384')
+    end
+  end
   for _, forgotten in ipairs(call('ZRANGEBYSCORE', noted, '-inf', WALL, 'LIMIT', 0, FORGOTTEN_PER_CALL)) do
     call('ZREM', noted, forgotten)
     call('HDEL', notes, forgotten)
   end
-  local forget_at = WALL + 1000 * ARGS[FIRST_ARG]
+  local forget_at = WALL + 1000 * ttl_ms
   for at = FIRST_ARG + 1, #ARGS, 2 do
     call('HSET', notes, ARGS[at], pack(NOTE, forget_at) .. ARGS[at + 1])
     call('ZADD', noted, forget_at, ARGS[at])
