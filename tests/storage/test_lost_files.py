@@ -69,7 +69,7 @@ async def test_a_deleted_file_is_reported_and_made_again(
     await asyncio.sleep(TIME_TO_NOTICE_S)
     await enqueue(storage, "late")
     (error,) = errors(caplog)
-    assert "it was deleted: jobs that were acknowledged since are lost" in error
+    assert "it was deleted: jobs that were acknowledged since may be lost" in error
     assert await stored(file) == {"late"}
     await check_sound(storage)
 
@@ -99,7 +99,7 @@ async def test_a_log_lost_after_a_copy_is_reported_and_later_jobs_are_stored(
         await asyncio.sleep(TIME_TO_NOTICE_S)
         await enqueue(storage, *(f"late-{number}" for number in range(50)))
         (error,) = errors(caplog)
-        assert "its log was deleted" in error
+        assert "its -wal or -shm was deleted" in error
         await enqueue(second, "second")
         assert await stored(file) == {"early", "second", *(f"late-{number}" for number in range(50))}
         await enqueue(storage, "last")
@@ -119,6 +119,20 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+async def test_deleted_shared_memory_of_the_log_is_reported_and_no_job_is_lost(
+    storage: Storage, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.with_name(f"{file.name}-shm").unlink()
+    await asyncio.sleep(TIME_TO_NOTICE_S)
+    await enqueue(storage, "late")
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", ENQUEUE, f"sqlite:///{file}"], check=True)
+    await enqueue(storage, "last")
+    assert await stored(file) == {"early", "late", "last", *map(str, range(90))}
+    (error,) = errors(caplog)
+    assert "its -wal or -shm was deleted" in error
+    await check_sound(storage)
 
 
 async def test_a_lost_log_is_not_applied_over_the_jobs_of_others(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

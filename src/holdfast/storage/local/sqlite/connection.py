@@ -73,8 +73,8 @@ class ConnectionThread:
         waits_for_disk: bool = True,
     ) -> None:
         self.path = path
-        self.files: open_files.Identities = (None, None)
-        """The file and the log that are open."""
+        self.files: open_files.Identities = (None, None, None)
+        """The files that are open."""
         self._is_open = False
         self._check_at = 0.0
         self._connect = connect

@@ -28,8 +28,8 @@ SHARED_BYTES = (0x4000_0002, 510)
 
 Identity = tuple[int, int]
 """Device and inode of a file."""
-Identities = tuple[Identity | None, Identity | None]
-"""Of a database and of its log."""
+Identities = tuple[Identity | None, Identity | None, Identity | None]
+"""Of a database, of its log, and of the memory in which processes share the index and the locks of the log."""
 
 log = logging.getLogger("holdfast.sqlite")
 
@@ -65,7 +65,7 @@ def add(connection: OpenFile) -> None:
 
 
 def identities(path: Path) -> Identities:
-    return _identity(path), _identity(_beside(path, "-wal"))
+    return _identity(path), _identity(_beside(path, "-wal")), _identity(_beside(path, "-shm"))
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -131,15 +131,21 @@ def close_lost(lost: OpenFile) -> None:
         file, present = lost.files[0], _identity(lost.path)
         with _no_checkpoint(lost.path if file == present else None):
             _suspend([connection for connection in _connections if connection.files[0] == file])
-        if file != present and lost.files == (file, _identity(_beside(lost.path, "-wal"))):
+        if file != present and lost.files[1] == _identity(_beside(lost.path, "-wal")):
             for suffix in ("-wal", "-shm"):  # SQLite would apply the log of the old file to the new one.
                 _beside(lost.path, suffix).unlink(missing_ok=True)
         if file is not None and file in _descriptors():
             _unlocked.add(file)
         _resume()
-    what = "its log was deleted" if file == present else "it was deleted" if present is None else "it was replaced"
+    what = (
+        "its -wal or -shm was deleted"
+        if file == present
+        else "it was deleted"
+        if present is None
+        else "it was replaced"
+    )
     log.error(
-        "%s is not the file that was opened, %s: jobs that were acknowledged since are lost. Opening %s",
+        "%s is not the file that was opened, %s: jobs that were acknowledged since may be lost. Opening %s",
         *(lost.path, what, "it again" if present else "a new file"),
     )
 
