@@ -66,6 +66,15 @@ async def arguments() -> None:
     await app.enqueue_many(add.bind(1))  # error
 
 
+async def names_of_other_queues() -> None:
+    add.delay(1)  # error
+    add.using(wait=5).send(1)  # error
+    add.sync.apply_async(1)  # error
+    app.periodic_task(60)  # error
+    queue.put({"to": "ada"})  # error
+    (await queue.enqueue(1)).get()  # error
+
+
 def want_int(value: int) -> None: ...
 def want_text(value: str) -> None: ...
 def want_report(value: Report) -> None: ...

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypedDict, Unpack, cast, overload
 
+from holdfast._client import familiar
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
@@ -85,6 +86,9 @@ class Holdfast(RunnableApp, Generic[T]):
     ... async def add(a: int, b: int) -> int:
     ...     return a + b
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("an app", familiar.OF_AN_APP)
 
     def __init__(
         self,

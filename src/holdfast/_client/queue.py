@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import msgspec
 
-from holdfast._client import request, waiters
+from holdfast._client import familiar, request, waiters
 from holdfast._client.lease import Lease, read_token, to_lease_ms
 from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
@@ -75,6 +75,9 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Queue:
     """A queue by its name: enqueue any payload, lease jobs, operate the queue. Made by `app.queue(name)`."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a queue", familiar.OF_A_QUEUE)
 
     def __init__(self, session: Session, name: str, options: PullOptions) -> None:
         self._session = session

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
 from msgspec.structs import replace
 
-from holdfast._client import waiters
+from holdfast._client import familiar, waiters
 from holdfast._client.session import Session
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
@@ -102,6 +102,9 @@ def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) 
 class Using(Generic[P, R]):
     """A task with options for the requests made through it."""
 
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a task", familiar.OF_A_TASK)
+
     def __init__(self, definition: Definition, options: Mapping[str, Any]) -> None:
         self._session = definition.session
         self._definition = definition
@@ -180,6 +183,9 @@ class Handle(Generic[R_co]):
     """A requested job: its id, its queue, and its result."""
 
     __slots__ = ("_cached", "_session", "_template", "generation", "id", "placed", "queue")
+
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a handle", familiar.OF_A_HANDLE)
 
     def __init__(self, session: Session, bound: BoundRequest[R_co], reply: Enqueued | None) -> None:
         """Raises like `BoundRequest.check`. There is no reply to a request in a transaction of the caller."""

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from operator import attrgetter
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
 
+from holdfast._client import familiar
 from holdfast._client.app import Holdfast
 from holdfast._client.lease import Lease
 from holdfast._client.queue import Queue
@@ -132,6 +133,9 @@ def iterating(method: Callable[Concatenate[S, P], AsyncIterator[T]]) -> Blocking
 class SyncHandle(Blocking[Handle[R_co]], mirrors=Handle):
     """A requested job, blocking. See `Handle`."""
 
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a handle", familiar.OF_A_HANDLE)
+
     queue: str
     id: str
     placed: Placed | None
@@ -147,6 +151,9 @@ class SyncHandle(Blocking[Handle[R_co]], mirrors=Handle):
 
 class SyncUsing(Blocking[Using[P, R]], mirrors=Using):
     """A task, blocking. See `Using`."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a task", familiar.OF_A_TASK)
 
     def using(self, **options: Unpack[UsingOptions]) -> SyncUsing[P, R]:
         return SyncUsing(self._session, self._source.using(**options))
@@ -194,6 +201,9 @@ def _sync_lease(session: Session, lease: Lease | None) -> SyncLease | None:
 class SyncQueue(Blocking[Queue], mirrors=Queue):
     """A queue by its name, blocking. See `Queue`."""
 
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("a queue", familiar.OF_A_QUEUE)
+
     name: str
 
     enqueue = blocking(Queue.enqueue, SyncHandle)
@@ -235,6 +245,9 @@ class SyncQueue(Blocking[Queue], mirrors=Queue):
 
 class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
     """An app, blocking. See `Holdfast`. Tasks and queues have `sync` too."""
+
+    if not TYPE_CHECKING:
+        __getattr__ = familiar.answer("an app", familiar.OF_AN_APP)
 
     lease = blocking(Holdfast[Any].lease, _sync_lease)
     stats = blocking(Holdfast[Any].stats)
