@@ -18,7 +18,7 @@ MOST_TOP_LEVEL_MODULES = 10
 MOST_PARAMETERS = 8
 
 BUDGETS = {
-    "_core": 3_320,
+    "_core": 3_380,
     "_client": 2_300,
     "_worker": 4_260,
     "storage": 9_190,
@@ -29,7 +29,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 19_480
+WITHOUT_CLI = 19_550
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, assert_type
 
 from holdfast import (
@@ -400,10 +401,22 @@ async def listen(handle: Handle[int]) -> None:
         break
 
 
+class Money:
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+
+def add_hooks_of_types() -> None:
+    other = Holdfast("memory://")
+    other.codec_hooks(Path, encode=str, decode=Path)
+    other.codec_hooks(Money, encode=lambda money: money.cents, decode=Money)
+
+
 # Workers, storages, rehearsals
 
 
 async def main() -> None:
+    add_hooks_of_types()
     async with app:
         worker = app.worker(["*"], concurrency=10, name="one", lease=timedelta(seconds=5), grace=1)
         assert_type(worker, Worker)

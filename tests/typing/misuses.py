@@ -66,6 +66,12 @@ async def arguments() -> None:
     await app.enqueue_many(add.bind(1))  # error
 
 
+def hooks_of_types() -> None:
+    app.codec_hooks(Report, encode=lambda report: report.user)  # error
+    app.codec_hooks(Report, decode=str)  # error
+    app.codec_hooks(encode=str)  # error
+
+
 async def names_of_other_queues() -> None:
     add.delay(1)  # error
     add.using(wait=5).send(1)  # error

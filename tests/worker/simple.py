@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from holdfast import Failure, current_job
 from tests.worker.scene import make_app, note
 
 app = make_app()
+app.codec_hooks(Path, encode=str, decode=Path)
 
 
 @app.task(name="add")
 async def add(a: int, b: int) -> int:
     return a + b
+
+
+@app.task(name="parent")
+async def parent(path: Path) -> Path:
+    return path.parent
 
 
 @app.task(name="nap")

@@ -43,6 +43,12 @@ async def test_child_has_its_own_process_group_and_empty_stdin(scene: Scene) -> 
 
 
 @pytest.mark.storages("sqlite")
+async def test_child_uses_the_codec_hooks_of_its_app(scene: Scene) -> None:
+    await scene.worker("simple:app", "--processes", "1")
+    assert await scene.app.queue("parent").call({"path": "/srv/jobs.db"}, wait=20) == "/srv"
+
+
+@pytest.mark.storages("sqlite")
 async def test_only_children_import_the_users_code(scene: Scene) -> None:
     worker = await scene.worker("hosts:app", "--processes", "2", children=2)
     imported = await scene.noted("imported", 2)

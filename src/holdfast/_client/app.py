@@ -52,6 +52,7 @@ else:
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H")
+V = TypeVar("V")
 
 MIN_LEASE_MS, MAX_LEASE_MS = 500, 3_600_000
 MAX_PROCESSES = 1_000
@@ -270,6 +271,16 @@ class Holdfast(RunnableApp, Generic[T]):
     def add_codec(self, codec: Codec) -> None:
         """Add a codec, so that payloads with its name can be decoded."""
         self._session.codecs.add(codec)
+
+    def codec_hooks(
+        self, kind: type[V], /, *, encode: Callable[[V], object] | None = None, decode: Callable[[Any], V] | None = None
+    ) -> None:
+        """Encode and decode the values of a class of yours, in JSON and msgpack. `encode` returns a value that can be
+        encoded, also for subclasses; `decode` makes the object again, for annotations with this class.
+
+        >>> app.codec_hooks(Path, encode=str, decode=Path)
+        """
+        self._session.codecs.hooks.add(kind, encode, decode)
 
     # Work
 

@@ -83,14 +83,15 @@ class Definition:
                 " request, singleton runs the newest request afterwards"
             )
         template = unique if singleton is None else singleton
-        self.make_id = None if template is None else id_maker(self.arguments, template)
+        self.make_id = None if template is None else id_maker(self.arguments, template, session.codecs.hooks)
         """Makes the id of a job from its arguments; None if the task has neither `unique` nor `singleton`."""
         priority = OPTIONS["priority"].convert(options.get("priority", DEFAULT_PRIORITY))
         codecs, codec_name = session.codecs, options.get("codec")
         self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
         """Encodes arguments and results."""
         rule: IdRule = "unique" if unique is not None else "none" if singleton is None else "singleton"
-        note = msgspec.json.encode(describe_task(self.arguments, rule, template)).decode()
+        facts = describe_task(self.arguments, rule, template)
+        note = msgspec.json.encode(facts, enc_hook=codecs.hooks.encode).decode()
         config = replace(
             queue_config(name, TaskOptions, options), signature=signature_hash(self.arguments.signature), note=note
         )

@@ -20,6 +20,7 @@ import msgspec
 
 from holdfast._core.codec import UNDECODABLE, Codec, Codecs, canonical
 from holdfast._core.options import IdTemplate
+from holdfast._core.type_hooks import WITHOUT_HOOKS, TypeHooks
 from holdfast.errors import OptionError, PayloadRejected
 
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -185,11 +186,13 @@ def _with_hints(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if inspect.isroutine(function) else called
 
 
-def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, Any]], str]:
+def id_maker(
+    arguments: Arguments, template: IdTemplate, hooks: TypeHooks = WITHOUT_HOOKS
+) -> Callable[[dict[str, Any]], str]:
     """Return a function that makes the id of a job from its arguments. Checks a template when the task is defined."""
     name, parameters = arguments.name, arguments.signature.parameters
     if not callable(template):
-        return id_filler(name, parameters, template)
+        return id_filler(name, parameters, template, hooks)
     defaults = _defaults(parameters)
 
     def called(given: dict[str, Any]) -> str:
@@ -202,7 +205,9 @@ def id_maker(arguments: Arguments, template: IdTemplate) -> Callable[[dict[str, 
     return called
 
 
-def id_filler(name: str, parameters: Mapping[str, Parameter], template: str) -> Callable[[dict[str, Any]], str]:
+def id_filler(
+    name: str, parameters: Mapping[str, Parameter], template: str, hooks: TypeHooks = WITHOUT_HOOKS
+) -> Callable[[dict[str, Any]], str]:
     """Return a function that fills an id template with arguments. `name` is that of the task."""
     defaults = _defaults(parameters)
     what = f"the id template {template!r:.80} of {name}"
@@ -221,7 +226,8 @@ def id_filler(name: str, parameters: Mapping[str, Parameter], template: str) -> 
     def filled(given: dict[str, Any]) -> str:
         values = {**defaults, **given}
         return "".join(
-            literal + ("" if field is None else _escaped(values[field], special)) for literal, field, _, _ in pieces
+            literal + ("" if field is None else _escaped(values[field], special, hooks))
+            for literal, field, _, _ in pieces
         )
 
     return filled
@@ -244,11 +250,11 @@ def _separators(what: str, pieces: list[Any]) -> str:
     return special
 
 
-def _escaped(value: object, special: str) -> str:
+def _escaped(value: object, special: str, hooks: TypeHooks) -> str:
     """Format a value as part of an id. The escapes make the ids of ("a:b", "c") and ("a", "b:c") different."""
     if value is None:
         return "~"
-    text = value if isinstance(value, str) else canonical(value).decode().strip('"')
+    text = value if isinstance(value, str) else canonical(value, hooks).decode().strip('"')
     escaped = quote(text, safe="@+").replace("~", "%7E")
     for character in special:
         escaped = escaped.replace(character, f"%{ord(character):02X}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from typing import Any, Protocol, cast
 
 import msgspec
 
+from holdfast._core.type_hooks import WITHOUT_HOOKS, TypeHooks, shown
 from holdfast.errors import OptionError, PayloadRejected
 
 MAX_DEPTH = 64
@@ -36,10 +36,11 @@ class MsgspecCodec:
     """A format of msgspec: dataclasses, Structs, TypedDicts, times, UUIDs, Decimals, bytes, pydantic models. Msgpack is
     smaller and faster than JSON, and does not encode bytes as text. There is one decoder per type."""
 
-    def __init__(self, name: str, module: Any) -> None:
+    def __init__(self, name: str, module: Any, hooks: TypeHooks) -> None:
         self.name = name
         self._module = module
-        self._encoder = module.Encoder(enc_hook=_encode_other)
+        self._hooks = hooks
+        self._encoder = module.Encoder(enc_hook=hooks.encode)
         self._decoders: dict[Any, Any] = {}
 
     def encode(self, value: object) -> bytes:
@@ -50,9 +51,9 @@ class MsgspecCodec:
         try:
             decoder = self._decoders.get(type)
         except TypeError:  # The annotation is not hashable.
-            return self._module.Decoder(type, dec_hook=_decode_other).decode(data)
+            return self._module.Decoder(type, dec_hook=self._hooks.decode).decode(data)
         if decoder is None:
-            decoder = self._decoders[type] = self._module.Decoder(type, dec_hook=_decode_other)
+            decoder = self._decoders[type] = self._module.Decoder(type, dec_hook=self._hooks.decode)
         return decoder.decode(data)
 
 
@@ -61,7 +62,7 @@ class JsonCodec(MsgspecCodec):
 
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
-        _refuse_nan(value, data)
+        _refuse_nan(value, data, self._hooks)
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
             raise ValueError(f"it has more than {MAX_DEPTH} levels of nested lists and objects")
         return data
@@ -87,7 +88,13 @@ class Codecs:
     """The codecs that an app knows, by name."""
 
     def __init__(self, default: str | Codec = "json") -> None:
-        built_in = (JsonCodec("json", msgspec.json), MsgspecCodec("msgpack", msgspec.msgpack), RawCodec())
+        self.hooks = TypeHooks()
+        """Encode and decode the types that `json` and `msgpack` do not know."""
+        built_in = (
+            JsonCodec("json", msgspec.json, self.hooks),
+            MsgspecCodec("msgpack", msgspec.msgpack, self.hooks),
+            RawCodec(),
+        )
         self._known: dict[str, Codec] = {codec.name: codec for codec in built_in}
         if not isinstance(default, str):
             self.add(default)
@@ -117,7 +124,7 @@ class Codecs:
         except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise PayloadRejected(
                 f"{what} cannot be sent as {codec.name} ({type(value).__name__}): {_reason(error)}."
-                " Send plain values, dataclasses, msgspec Structs or pydantic models"
+                " Send plain values, dataclasses, msgspec Structs or pydantic models, or add app.codec_hooks"
             ) from error
 
     def decode(self, what: str, data: bytes, name: str, type: Any = Any) -> Any:
@@ -126,7 +133,7 @@ class Codecs:
         try:
             return codec.decode(data, type)
         except UNDECODABLE as error:
-            raise PayloadRejected(f"{what} cannot be read as {name} of {_shown(type)}: {_reason(error)}") from error
+            raise PayloadRejected(f"{what} cannot be read as {name} of {shown(type)}: {_reason(error)}") from error
 
     def encode_any(self, what: str, value: object) -> tuple[bytes, str]:
         """Return bytes unchanged, or another value encoded by the app's codec; and the name of the codec."""
@@ -144,40 +151,20 @@ class Codecs:
             return data
 
 
-def canonical(value: object) -> bytes:
+def canonical(value: object, hooks: TypeHooks = WITHOUT_HOOKS) -> bytes:
     """Return the canonical JSON of a value: keys and sets sorted, no spaces."""
-    data = msgspec.json.encode(value, enc_hook=_encode_other, order="sorted")
-    _refuse_nan(value, data)
+    data = msgspec.json.encode(value, enc_hook=hooks.encode, order="sorted")
+    _refuse_nan(value, data, hooks)
     return data
 
 
-def _refuse_nan(value: object, data: bytes) -> None:
+def _refuse_nan(value: object, data: bytes, hooks: TypeHooks) -> None:
     """Raise if a value has NaN or infinity, which JSON does not have: msgspec writes null, or a name as a key."""
     if b"null" in data or b'"nan"' in data or b'inf"' in data:
         try:
-            json.dumps(msgspec.to_builtins(value, enc_hook=_encode_other), allow_nan=False)
+            json.dumps(msgspec.to_builtins(value, enc_hook=hooks.encode), allow_nan=False)
         except ValueError:
             raise ValueError("JSON has no NaN and no infinity: use None or a string") from None
-
-
-def _encode_other(value: Any) -> Any:
-    """Encode what msgspec cannot: a pydantic model, if pydantic is installed."""
-    if _is_pydantic(type(value)):
-        return value.model_dump(mode="json", by_alias=True, round_trip=True)
-    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be encoded")
-
-
-def _decode_other(type: Any, value: Any) -> Any:
-    if _is_pydantic(type):
-        return type.model_validate_json(msgspec.json.encode(value))
-    if type is object:
-        return value
-    raise TypeError(f"a {_shown(type)} cannot be decoded")
-
-
-def _is_pydantic(type: Any) -> bool:
-    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)  # A caller that has a model has imported pydantic.
-    return model is not None and isinstance(type, model.__class__)
 
 
 def _depth(data: bytes) -> int:
@@ -193,7 +180,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply, or contains itself"
     return str(error)[:300] or type(error).__name__
-
-
-def _shown(type: Any) -> str:
-    return getattr(type, "__qualname__", None) or str(type)

@@ -11,6 +11,7 @@ import msgspec
 from holdfast._core import failure
 from holdfast._core.jobs import Job
 from holdfast._core.retry_policy import StopReason, TimedOut
+from holdfast._core.type_hooks import WITHOUT_HOOKS
 from holdfast.errors import HoldfastError, PayloadRejected
 
 failure.hide_frames_of(__file__)
@@ -59,7 +60,7 @@ class CurrentJob:
     def progress(self, value: object) -> None:
         """Report how far the run is, as any JSON value. It is visible in the job within about a second."""
         try:
-            data = msgspec.json.encode(value)
+            data = msgspec.json.encode(value, enc_hook=WITHOUT_HOOKS.encode)
         except (TypeError, ValueError, RecursionError) as error:
             raise PayloadRejected(f"progress of job {self.id!r:.80} is not a JSON value: {error}") from error
         if len(data) > MAX_PROGRESS_BYTES:
