@@ -401,3 +401,22 @@ async def test_completion_after_an_unnoticed_lost_lease_is_refused(app: App) -> 
 async def _done(app: App) -> bool:
     stats = await app.queue("t").stats()
     return stats.ready + stats.running + stats.scheduled == 0
+
+
+# Beats
+
+
+@pytest.mark.suite("slow")
+@pytest.mark.storages("sqlite")
+async def test_beat_of_a_worker_does_not_read_the_queues_of_others(app: App) -> None:
+    @app.task(name="t")
+    async def work(n: int) -> int:
+        return n
+
+    for page in range(20):
+        await asyncio.gather(*(app.queue(f"other-{page}-{n}").enqueue(n) for n in range(100)))
+    async with app.worker(lease=LEASE_S) as worker:
+        await work.call(0)
+        await asyncio.sleep(3 * LEASE_S)  # The beats after the first compare the applications of all workers.
+        await until(lambda: worker._context.heartbeat.is_heard, 5)
+        assert await work.using(wait=10).call(1) == 1

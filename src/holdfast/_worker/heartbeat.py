@@ -254,7 +254,7 @@ class Heartbeat:
                 await storage.write_notes(dict(part), ttl_ms=TASK_MS)
             self._described = configs
         elif configs is not self._compared:
-            workers = (await storage.snapshot()).workers
+            workers = (await storage.snapshot([])).workers  # Reading all queues may take longer than a beat.
             here = set(self._context.claimer.capacity.served)
             found = compare_applications([worker.facts for worker in workers], here)
             for warning in found.warnings:
