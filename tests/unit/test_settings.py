@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -99,6 +100,28 @@ def test_file_of_another_user_is_ignored(
         os.chown(file, 12_345, -1)
     assert find_settings().is_default
     assert caplog.messages == [f"ignored [tool.holdfast] in {file}: another user owns it"]
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Root may read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(54_321)
+    yield
+    os.seteuid(before)
+
+
+@pytest.mark.parametrize("unreadable", ["pyproject.toml", "."])
+def test_file_that_may_not_be_read_is_ignored(
+    project: Path, unreadable: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(project, url="redis://project")
+    (project / unreadable).chmod(0)
+    request.addfinalizer(lambda: (project / unreadable).chmod(0o700))
+    request.getfixturevalue("ordinary_user")
+    assert find_settings("redis://argument").url == "redis://argument"
+    assert caplog.messages == [f"ignored {file}: this user may not read it (Permission denied)"]
 
 
 def test_ignored_file_without_settings_is_not_reported(project: Path, caplog: pytest.LogCaptureFixture) -> None:

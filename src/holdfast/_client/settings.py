@@ -83,8 +83,12 @@ def find_project() -> Project:
         return Project()  # The current folder was deleted.
     for folder in (here, *here.parents):
         file = folder / "pyproject.toml"
-        if file.is_file():
-            return _read_trusted(file)
+        try:
+            if file.is_file():
+                return _read_trusted(file)
+        except PermissionError as error:
+            log.warning("ignored %s: this user may not read it (%s)", file, error.strerror)
+            return Project()
     return Project()
 
 
