@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ async def nothing(number: int) -> None:
 
 @app.task(name="marked", **FORGOTTEN)
 async def marked(number: int) -> None:
+    marks()[number] = 1
+
+
+@app.task(name="kept")
+async def kept(number: int) -> None:
+    """Like `nothing`, but its outcome is kept for the default time."""
+
+
+@app.task(name="marked-kept")
+async def marked_kept(number: int) -> None:
     marks()[number] = 1
 
 
@@ -122,26 +133,26 @@ async def bulk(jobs: int, clock: Clock, _: Any) -> None:
     clock.stop()
 
 
-async def drain(jobs: int, clock: Clock, _: Any) -> None:
-    await app.enqueue_many(nothing.bind(number) for number in range(jobs))
+async def drain(jobs: int, clock: Clock, _: Any, *, task: Any = nothing) -> None:
+    await app.enqueue_many(task.bind(number) for number in range(jobs))
     clock.start()
-    await app.worker(["nothing"], burst=True).run()
+    await app.worker([task.name], burst=True).run()
     clock.stop()
 
 
-async def pool(jobs: int, clock: Clock, worker: Any) -> None:
+async def pool(jobs: int, clock: Clock, worker: Any, *, task: Any = marked) -> None:
     """The worker does not serve the queue until the backlog is complete, so that enqueueing is not counted."""
     memory = marks()
     memory[:] = bytes(jobs)
-    await app.enqueue_many(marked.bind(number) for number in range(jobs))
+    await app.enqueue_many(task.bind(number) for number in range(jobs))
     clock.start()
-    worker.serve(["marked"])
+    worker.serve([task.name])
     deadline, done = time.monotonic() + WAIT_S, 0
     while (done := memory.find(b"\0", done)) >= 0:
         if time.monotonic() > deadline:
             raise TimeoutError(f"job {done} of {jobs} has not run within {WAIT_S:g} s")
         await asyncio.sleep(POLL_S)
-    await worker.stop_serving(["marked"])  # Returns when the last settlement is stored.
+    await worker.stop_serving([task.name])  # Returns when the last settlement is stored.
     clock.stop()
 
 
@@ -157,11 +168,14 @@ SCENARIOS: dict[str, Callable[[int, Clock, Any], Awaitable[None]]] = {
     "enqueue": enqueue,
     "bulk": bulk,
     "drain": drain,
+    "drain-kept": partial(drain, task=kept),
     "pool": pool,
+    "pool-kept": partial(pool, task=marked_kept),
     "call": call,
 }
 WORKERS: dict[str, Callable[[], Any]] = {
     "pool": lambda: app.worker(["nothing"], processes=2),
+    "pool-kept": lambda: app.worker(["nothing"], processes=2),
     "call": lambda: app.worker(["echo"]),
 }
 """Scenarios with a worker that lives during all slices. The queue `nothing` of the pool stays empty."""

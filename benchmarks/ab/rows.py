@@ -9,7 +9,15 @@ import msgspec
 from benchmarks.ab.revisions import Problem
 
 STORAGES = ("sqlite", "valkey")
-JOBS = {"enqueue": 1_000, "bulk": 8_000, "drain": 3_000, "pool": 1_500, "call": 150}
+JOBS = {
+    "enqueue": 1_000,
+    "bulk": 8_000,
+    "drain": 3_000,
+    "drain-kept": 3_000,
+    "pool": 1_500,
+    "pool-kept": 1_500,
+    "call": 150,
+}
 """Jobs of a slice, by scenario: about 0.1 s of CPU time."""
 
 
