@@ -82,7 +82,7 @@ updates, works = st.sampled_from(UPDATES), st.sampled_from(WORKS)
 """Few and small draws: the more of a run's randomness goes into its steps, the longer it gets."""
 
 
-MAX_VISITS, CELLS_A_VISIT = 3, 6
+MAX_VISITS, CELLS_A_VISIT, MAX_DRAINS = 3, 6, 4
 CELLS = [(phase, act) for phase, acts in TRANSITIONS.items() for act in acts]
 _RUN = (Act.KEEP, Act.CLAIM)
 ROUTES: dict[Phase, tuple[Act | str, ...]] = {
@@ -151,7 +151,7 @@ class Agreement(RuleBasedStateMachine):
         world.clock.advance((START_US + world.examples * EPOCH_US - world.clock.now_us()) / 1_000_000)
         self.queue = f"q{world.examples}"
         self.ids = list(IDS)
-        self.calls = 0
+        self.calls = self.visits = self.drains = 0
         self.leases: list[tuple[str, int, str]] = []
         self.last: Callable[[], object] = lambda: None
 
@@ -234,11 +234,12 @@ class Agreement(RuleBasedStateMachine):
         if reply is not None and hasattr(reply, "jobs"):
             self.note(reply.jobs)
 
-    @precondition(lambda self: len(self.ids) < len(IDS) + MAX_VISITS * CELLS_A_VISIT)
+    @precondition(lambda self: self.visits < MAX_VISITS)
     @rule(seed=st.integers(0, 2**32))
     def visit(self, seed: int) -> None:
         """Take new ids straight to cells of the table, in the midst of whatever else is going on. What they are comes
         from a seed and all that went before: Hypothesis likes to draw the same again, and each cell should be met."""
+        self.visits += 1
         rng = random.Random(f"{seed} {self.calls} {len(self.ids)}")
         self.pause(False)
         for phase, act in rng.sample(CELLS, CELLS_A_VISIT):
@@ -301,6 +302,25 @@ class Agreement(RuleBasedStateMachine):
             worker = holder if data.draw(st.integers(0, 9)) else worker
             batch.append(data.draw(st.sampled_from(settlements(id, fence))))
         self.settle_some(batch, worker)
+
+    @precondition(lambda self: self.drains < MAX_DRAINS)
+    @rule(
+        some=st.lists(works, min_size=2, max_size=4),
+        ttls=st.lists(st.sampled_from([0, 500, 300_000, 300_000]), min_size=4),
+    )
+    def drain(self, some: list[Work], ttls: list[int]) -> None:
+        """New jobs that are claimed together and completed together, as a worker does with most jobs."""
+        self.drains += 1
+        self.pause(False)
+        ids = [f"drain {self.drains} {number}" for number in range(len(some))]
+        self.ids += ids
+        self.enqueue([(id, work, None, "now", 0) for id, work in zip(ids, some, strict=True)], 0, False)
+        self.claim(100, "w1", 10_000)
+        fences = {id: fence for id, fence, _ in self.leases}
+        batch = [
+            Complete(id, fences.get(id, 0), result_ttl_ms=ttl, brief=True) for id, ttl in zip(ids, ttls, strict=False)
+        ]
+        self.settle_some(list[Settlement](batch), "w1")
 
     def settle_some(self, batch: list[Settlement], worker: str) -> None:
         phases = self.phases()

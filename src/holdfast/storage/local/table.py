@@ -229,7 +229,8 @@ class QueueTransaction:
     def sweep_forgotten(self, limit: int, adding: int = 0) -> int:
         """Delete records past their forget time, at most `limit`, and the oldest brief ones if the queue would have
         more than `MAX_BRIEF` with those that a step is `adding`. Return how many were met."""
-        jobs = self.to_forget(limit, self.meta.counts.get(BRIEF, 0) + adding - lifecycle.MAX_BRIEF)
+        surplus = self.meta.counts.get(BRIEF, 0) + adding - lifecycle.MAX_BRIEF if adding else 0
+        jobs = self.to_forget(limit, surplus)
         for job in jobs:
             if lifecycle.forgotten(job, self.now) or index_name(job) == BRIEF:
                 self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
