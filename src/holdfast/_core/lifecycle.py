@@ -329,8 +329,8 @@ def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
     forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
     result, codec = settlement.result, settlement.codec
     brief = settlement.brief and job.keep_ms is None and not job.keep_until_at
-    completed = _outcome_of(job, State.COMPLETED, now, forget_at, dedup_at=dedup_at, result=result, codec=codec)
-    return replace(completed, brief=True) if brief else completed
+    fields = {"dedup_at": dedup_at, "result": result, "codec": codec, "brief": brief}
+    return _outcome_of(job, State.COMPLETED, now, forget_at, **fields)
 
 
 def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:

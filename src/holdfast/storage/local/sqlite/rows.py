@@ -151,3 +151,21 @@ def changed_row(job: Job) -> Row:
     """Return the values of `place_of`, with empty text for no view and no worker, and the rest."""
     state, view, priority, run_at, arrival, until_at, worker = place_of(job)
     return state, view or "", priority, run_at, arrival, until_at, worker or "", bytearray(rest_of(job))
+
+
+def only_ends(before: Job, after: Job) -> bool:
+    """Return whether a change ends a run and keeps no payload, and leaves the place among waiting records unchanged."""
+    return (
+        after.outcome is not None
+        and after.work.payload is None
+        and before.run is not None
+        and after.arrival == before.arrival
+        and after.run_at == before.run_at
+        and after.work.priority == before.work.priority
+    )
+
+
+def ended_row(job: Job) -> Row:
+    """Return the values of a change that `only_ends`: state, until_at, rest."""
+    index, (forget_at, *_) = index_of(job)
+    return str(index), forget_at, bytearray(rest_of(job))

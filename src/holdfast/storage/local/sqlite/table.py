@@ -20,7 +20,18 @@ from holdfast._core.events import Event, EventKind
 from holdfast._core.jobs import LIVE, PRIORITIES, Job, State
 from holdfast._core.replies import WorkerInfo
 from holdfast.storage.base import QueueDamaged
-from holdfast.storage.local.sqlite.rows import COLUMNS, UNREADABLE, Row, blob_of, changed_row, job_of, new_row, place_of
+from holdfast.storage.local.sqlite.rows import (
+    COLUMNS,
+    UNREADABLE,
+    Row,
+    blob_of,
+    changed_row,
+    ended_row,
+    job_of,
+    new_row,
+    only_ends,
+    place_of,
+)
 from holdfast.storage.local.table import (
     Change,
     Found,
@@ -64,6 +75,11 @@ _UPDATE = (
 """Empty text stands for no view and no worker: see `changed_row`."""
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
+_UPDATE_ENDED = (
+    "UPDATE holdfast_jobs SET state = ?, view = NULL, until_at = ?, worker = NULL, payload = NULL, rest = ?"
+    " WHERE queue = ? AND id = ?"
+)
+"""The end of a run without a payload: see `only_ends`."""
 
 
 def _of_each_priority(columns: str, which: str) -> str:
@@ -243,6 +259,7 @@ class SqliteTable:
         inserts: list[Job] = []
         updates: list[Row] = []
         updates_all: list[Row] = []
+        ended: list[Row] = []
         deletes: list[str] = []
         for change in changes:
             before, after = change.before, change.after
@@ -256,13 +273,15 @@ class SqliteTable:
                 continue
             count(meta, index_name(after), view_of(after), 1)
             payload = after.work.payload
-            if before.work is after.work and before is not after:
+            if only_ends(before, after):
+                ended.append((*ended_row(after), number, blob_of(after.id)))
+            elif before.work is after.work and before is not after:
                 updates.append((*changed_row(after), number, blob_of(after.id)))
             else:
                 updates_all.append((*changed_row(after), payload and bytearray(payload), number, blob_of(after.id)))
                 self.payload_bytes += len(payload or b"")
         self._delete(queue, deletes)
-        for statement, rows in ((_UPDATE_MOST, updates), (_UPDATE_ALL, updates_all)):
+        for statement, rows in ((_UPDATE_ENDED, ended), (_UPDATE_MOST, updates), (_UPDATE_ALL, updates_all)):
             if rows:
                 self._db.executemany(statement, rows)
         for part in _parts(inserts):
