@@ -269,6 +269,22 @@ BUGS = [
         (BRIEF, REMEMBERING, RETENTION),
     ),
     Bug(
+        "brief e",
+        "all brief outcomes of a call are kept as long as the first one",
+        "lua/fast.lua",
+        " or sub(head, LENGTHS_AT) ~= form.head then",
+        " then",
+        (BRIEF,),
+    ),
+    Bug(
+        "brief f",
+        "a job that completes behind another one of its call loses the mark of a chosen id",
+        "lua/fast.lua",
+        "(flags % (2 * CUSTOM_ID) >= CUSTOM_ID and CUSTOM_ID or 0)",
+        "0",
+        (BRIEF,),
+    ),
+    Bug(
         "F-P22 b",
         "expired records leave their index but are not deleted",
         "lua/transaction.lua",

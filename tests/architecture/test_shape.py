@@ -21,7 +21,7 @@ BUDGETS = {
     "_core": 3_380,
     "_client": 2_300,
     "_worker": 4_260,
-    "storage": 9_190,
+    "storage": 9_242,
     "storage/conformance": 3_310,
     "cli": 2_210,
     "": 350,

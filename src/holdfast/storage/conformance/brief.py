@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from holdfast._core.jobs import Job, Request, State, Update, Work
-from holdfast._core.replies import KeepResult, Placed
-from holdfast.storage.conformance.verbs import Stage
+from holdfast._core.jobs import Complete, Job, Outcome, Request, Settlement, State, Update, Work
+from holdfast._core.replies import KeepResult, Placed, SettleResult
+from holdfast.storage.conformance.verbs import Stage, fence
 
 
 async def ended(stage: Stage, id: str = "a", *, ttl: float = 300, custom_id: bool = False, keep: float = 0) -> Job:
@@ -32,6 +33,37 @@ async def test_brief_outcome_is_kept_for_its_time_and_counts_as_completed(stage:
     assert ((await stage.stats()).completed, (await stage.stats()).expired) == (0, 1)
     assert (await stage.sweep()).forgotten == 1
     assert (await stage.stats()).expired == 0
+
+
+async def test_brief_outcomes_of_one_call_are_those_of_their_runs(stage: Stage) -> None:
+    works = {"a": Work(b"1"), "b": Work(b"2", priority=9), "c": Work(b"3", timeout_ms=1000), "d": Work(b"4")}
+    for id, work in works.items():
+        await stage.storage.enqueue("q", [Request(id, work, custom_id=id == "d")])
+        stage.clock.advance(0.1)
+    runs = await stage.claim(4)
+    ttls = {job.id: 7_000 if job.id == "b" else 300_000 for job in runs}
+    batch: list[Settlement] = [Complete(job.id, fence(job), result_ttl_ms=ttls[job.id], brief=True) for job in runs]
+    assert (
+        await stage.storage.settle("q", [*batch, *batch], worker="w1")
+        == [SettleResult.OK] * 4 + [SettleResult.LOST] * 4
+    )
+    now = stage.clock.now_us()
+    for run in runs:
+        job = await stage.the(run.id)
+        expected = Outcome(
+            run.generation,
+            State.COMPLETED,
+            now,
+            now + 1000 * ttls[run.id],
+            now,
+            started_at=fence(run),
+            worker="w1",
+            brief=True,
+        )
+        assert job == replace(
+            run, run=None, outcome=expected, work=replace(works[run.id], payload=None), custom_id=run.id == "d"
+        )
+    assert ((await stage.stats()).completed, (await stage.stats()).running) == (4, 0)
 
 
 async def test_attempts_count_every_run_of_a_brief_outcome(stage: Stage) -> None:

@@ -13,8 +13,12 @@ local GENERATION_END, RETRIES_END, FENCE_END = RUN_AT_AT - 1, STALLS_AT - 1, LEA
 local HEAD_BYTES, LONG_BYTES = ARRIVAL_AT - 1, LONG_END - 1
 -- Where the outcome of a short record has its state and its forget time.
 local OUTCOME_AT, FORGOTTEN_AT, FORGOTTEN_END = 23, 48, 55
+-- Where a packed outcome has its generation and the end of its run, which follow each other.
+local ENDED_GENERATION_AT, ENDED_AT = 2, 18
 -- Where the head of a settlement has its fence and its two lengths.
 local SETTLED_FENCE_AT, SETTLED_FENCE_END, LENGTHS_AT, LENGTHS_END = 2, 9, 10, 25
+-- A number up to NEVER has 0 as its highest byte, and less than this as the next one.
+local NEVER_BYTE = 32
 
 -- By the flags of a record, all without an extension. LIVE: without an outcome. PLAIN: without counts, error and waiters too.
 -- SHORT: with an outcome, and without counts, error and waiters.
@@ -23,6 +27,14 @@ for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   LIVE[flags] = flags % (2 * FINISHED) < FINISHED
   PLAIN[flags] = LIVE[flags] and flags % 2 ~= LONG
   SHORT[flags] = not LIVE[flags] and flags % 2 ~= LONG
+end
+
+-- The flags of a completed record, as a byte, by those of a plain record without TERMS.
+local COMPLETED_FLAGS = {}
+for flags in pairs(PLAIN) do
+  if PLAIN[flags] and flags < MARK + FINISHED then
+    COMPLETED_FLAGS[flags] = string.char(MARK + FINISHED + (flags % (2 * CUSTOM_ID) >= CUSTOM_ID and CUSTOM_ID or 0))
+  end
 end
 
 local NO_RETRIES = '\0\0\0\0'
@@ -118,8 +130,44 @@ function fast.forget_short(tx, id, index)
   record_event(tx, KIND.FORGOTTEN, id, 0, 0, '')
 end
 
+-- Note what the brief outcomes of a call have in common, if their settlements have the same head behind the fence.
+local function note_form(tx, head, outcome, packed)
+  local writes = tx.writes
+  tx.brief = {head = sub(head, LENGTHS_AT), codec = outcome.codec, score = string.format('%.0f', outcome.forget_at),
+    before = pack('<I4', #packed) .. sub(packed, 1, ENDED_GENERATION_AT - 1), after = sub(packed, ENDED_AT),
+    jobs = list_of(writes, 'jobs'), ended = list_of(writes, 'ended'), left = list_of(writes.zrem, ':running'),
+    entered = list_of(writes.zadd, INDEXES[BRIEF])}
+end
+
+-- Complete a plain job like the last job of this call that `note_form` has seen. Returns false, without an effect, if there
+-- is none, or if the settlement or the record is of another form.
+function fast.complete_alike(tx, id, raw, head, codec)
+  local form, flags, priority, generation_1, generation_2 = tx.brief, byte(raw, FLAGS_AT, GENERATION_AT + 1)
+  local completed_flags = COMPLETED_FLAGS[flags]
+  if not form or not completed_flags or #raw < HEAD_BYTES or codec ~= form.codec or sub(head, LENGTHS_AT) ~= form.head then
+    return false
+  end
+  local run_at_1, run_at_2 = byte(raw, RUN_AT_AT, RUN_AT_AT + 1)
+  local fence_2, fence_1 = byte(head, SETTLED_FENCE_END - 1, SETTLED_FENCE_END)
+  if priority > 9 or generation_1 + run_at_1 + fence_1 > 0 or max(generation_2, run_at_2, fence_2) >= NEVER_BYTE then
+    return false
+  end
+  local jobs, ended, left, entered = form.jobs, form.ended, form.left, form.entered
+  local size = #jobs
+  jobs[size + 1], jobs[size + 2] = id, completed_flags .. sub(raw, PRIORITY_AT, HEAD_BYTES) .. form.before
+    .. string.reverse(sub(raw, GENERATION_AT, GENERATION_END)) .. sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) .. form.after
+  size = #entered
+  entered[size + 1], entered[size + 2] = form.score, id
+  ended[#ended + 1], left[#left + 1] = id, id
+  tx.entries[id] = REMOVED
+  local generation, run_at = 0, 0
+  if listened_to(tx) then generation, run_at = unpack_from('>I8I8', raw, GENERATION_AT) end
+  record_event(tx, KIND.COMPLETED, id, generation, run_at, '')
+  return true
+end
+
 -- Complete a job, with or without waiters, and keep its outcome. Returns false, without an effect, for other records.
-function fast.complete_remembered(tx, id, raw, settlement, worker)
+function fast.complete_remembered(tx, id, raw, head, settlement, worker)
   local flags, priority = byte(raw, FLAGS_AT, PRIORITY_AT)
   if #raw < (flags % 2 == LONG and LONG_BYTES or HEAD_BYTES) or priority > 9 then return false end
   local _, _, generation, run_at, at = unpack_from(HEAD, raw)
@@ -156,5 +204,6 @@ function fast.complete_remembered(tx, id, raw, settlement, worker)
   tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], outcome.forget_at)
   tx.entries[id] = REMOVED
   record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)
+  if outcome.state == BRIEF and not outcome.result then note_form(tx, head, outcome, packed) end
   return true
 end

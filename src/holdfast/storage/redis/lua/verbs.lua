@@ -3,7 +3,7 @@
 local append, enter, record_change = transaction.append, transaction.enter, transaction.record_change
 local ids_from, refuse, number, worker_name = arguments.ids, arguments.refuse, arguments.number, arguments.worker
 local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
-local complete_plain, complete_remembered = fast.complete_plain, fast.complete_remembered
+local complete_plain, complete_alike, complete_remembered = fast.complete_plain, fast.complete_alike, fast.complete_remembered
 local MAX_CALL_BYTES = 1048576
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
@@ -182,9 +182,9 @@ function VERBS.settle()
     local settlement
     if quickly and leaves_nothing(raws[at], head) then
       complete_plain(tx, id, raws[at])
-    else
+    elseif not quickly or not complete_alike(tx, id, raws[at], head, ARGS[first + 3]) then
       settlement = read_settlement(head, ARGS[first + 2], ARGS[first + 3])
-      if quickly and complete_remembered(tx, id, raws[at], settlement, worker) then settlement = nil end
+      if quickly and complete_remembered(tx, id, raws[at], head, settlement, worker) then settlement = nil end
     end
     if not settlement then
       replies[at] = '1'
