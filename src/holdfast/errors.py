@@ -7,6 +7,7 @@ Each message says what is wrong and what to do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -66,6 +67,16 @@ class PayloadRejected(HoldfastError, ValueError):
 
 class DuplicateJob(HoldfastError):
     """The id of a request with `on_conflict="raise"` exists: its job is live, or completed and remembered."""
+
+    def __init__(self, message: str, *, ids: Sequence[str] = (), handles: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.ids = list(ids)
+        """The ids that were refused."""
+        self.handles = list(handles)
+        """A `Handle` for each other request of the same `enqueue_many` or `enqueue_in`, in order: these were stored."""
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), ids=self.ids), self.args
 
 
 class JobNotFound(HoldfastError):

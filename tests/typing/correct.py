@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -387,6 +387,10 @@ async def look_after() -> None:
     assert (await queue.repair(dry_run=True)).problems == []
     assert_type(await queue.purge([State.WAITING, "failed"]), int)
     assert_type(await queue.purge(), int)
+    assert_type(await queue.get_many(["a", b"b"]), list[JobInfo | None])
+    assert_type(await queue.cancel_many(["a"]), list[CancelResult])
+    assert_type(await queue.keep_many(["a"], 60), list[KeepResult])
+    assert_type(await queue.retry_many(["a"]), list[Handle[Any] | None])
     assert_type(await queue.delete(wait=5), bool)
     assert_type([each.queue for each in (await app.stats()).queues], list[str])
     assert_type(await app.evict("nobody"), bool)
@@ -408,6 +412,17 @@ class Money:
 
 def add_hooks_of_types() -> None:
     other = Holdfast("memory://")
+
+    @other.around
+    @contextmanager
+    def session(job: CurrentJob) -> Generator[None]:
+        yield
+
+    @other.around
+    @asynccontextmanager
+    async def scope(job: CurrentJob) -> AsyncGenerator[None]:
+        yield
+
     other.codec_hooks(Path, encode=str, decode=Path)
     other.codec_hooks(Money, encode=lambda money: money.cents, decode=Money)
 

@@ -66,6 +66,16 @@ async def arguments() -> None:
     await app.enqueue_many(add.bind(1))  # error
 
 
+async def many_ids() -> None:
+    await queue.cancel_many([1])  # error
+    await queue.keep_many(["a"])  # error
+    want_text(await queue.get_many(["a"]))  # error
+
+
+@app.around  # error
+def no_context(job: CurrentJob) -> None: ...
+
+
 def hooks_of_types() -> None:
     app.codec_hooks(Report, encode=lambda report: report.user)  # error
     app.codec_hooks(Report, decode=str)  # error

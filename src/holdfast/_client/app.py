@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypedDict, Unpa
 from holdfast._client import familiar
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
-from holdfast._client.request import BoundRequest, Handle
+from holdfast._client.request import BoundRequest, Handle, handles_of
 from holdfast._client.session import Session, check_shared
 from holdfast._client.stats import AppStats, app_stats
 from holdfast._client.task import Definition, Task, TaskDecorator
@@ -29,7 +29,7 @@ from holdfast._core.replies import Enqueued
 from holdfast._worker.app_loader import AppParts, RunnableApp, application_of, locate_app
 from holdfast._worker.current_job import current_job
 from holdfast._worker.executor import Inline
-from holdfast._worker.handler import AfterExecution, AppHooks, Handler, Middleware, OnError
+from holdfast._worker.handler import AfterExecution, AppHooks, Around, Handler, Middleware, OnError
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.signals import serve_until_signal
 from holdfast._worker.telemetry import HookDispatcher, OnEvent, default_worker_name
@@ -178,6 +178,7 @@ class Holdfast(RunnableApp, Generic[T]):
 
     async def enqueue_many(self, bounds: Iterable[BoundRequest[R]]) -> list[Handle[R]]:
         """Enqueue many requests of `task.bind(…)`, at most 250 jobs or 1 MiB in one step, in order within each queue.
+        Requests whose ids are refused raise one `DuplicateJob`, with these `ids` and the `handles` of the others.
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
@@ -198,7 +199,7 @@ class Holdfast(RunnableApp, Generic[T]):
                 await _all_or_raise(send(queue, batch) for batch in now)
 
         await _all_or_raise(send_queue(queue, indexes) for queue, indexes in queues.items())
-        return [Handle(self._session, bound, replies[index]) for index, bound in enumerate(requests)]
+        return handles_of(self._session, ((bound, replies[index]) for index, bound in enumerate(requests)))
 
     def enqueue_in(self, transaction: object, *bounds: BoundRequest[R]) -> list[Handle[R]]:
         """Enqueue inside a transaction of your own: the jobs exist only if it commits.
@@ -218,7 +219,7 @@ class Holdfast(RunnableApp, Generic[T]):
             for batch in batches(group, lambda bound: work_size(bound.request.work)):
                 replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
                 sent += zip(batch, replies, strict=True)
-        return [Handle(self._session, bound, reply) for bound, reply in sent]
+        return handles_of(self._session, sent)
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
         """Return a queue by its name: enqueue any payload, lease jobs, operate the queue. The options are limits of
@@ -253,6 +254,16 @@ class Holdfast(RunnableApp, Generic[T]):
     def middleware(self, function: Middleware) -> Middleware:
         """Call a function around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
         return _add_hook("middleware", self._around.middleware, function)
+
+    def around(self, function: Around) -> Around:
+        """Enter a context manager around every call of a handler, where the handler runs: a sync one on the thread of a
+        handler that is not async, a sync or async one on the event loop of an async handler.
+
+        >>> @app.around
+        ... @contextmanager
+        ... def session(job): ...
+        """
+        return _add_hook("around", self._around.around, function)
 
     def after_execution(self, function: AfterExecution) -> AfterExecution:
         """Call a function before the completion or the failure of a job is stored. It may change `result`, `error` and

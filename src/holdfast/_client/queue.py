@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
+from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
@@ -28,12 +29,13 @@ from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
 from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, StorageUnavailable
 from holdfast.storage import audit
-from holdfast.storage.validation import check_queue, clean_id, to_state
+from holdfast.storage.validation import MAX_ITEMS, check_queue, clean_id, to_state
 
 if TYPE_CHECKING:
     from holdfast._client.sync import SyncQueue
 
 R = TypeVar("R")
+V = TypeVar("V")
 
 LEAST_PURGE_S = 1.0
 """How long `delete` purges a backlog, also with a shorter `wait`."""
@@ -117,8 +119,12 @@ class Queue:
 
     async def retry(self, id: str | bytes) -> Handle[Any]:
         """Run a failed or cancelled job again with its old payload. Raises `JobNotFound` if it has none."""
+        return await request.enqueue(self._session, self._again(id))
+
+    def _again(self, id: str | bytes) -> BoundRequest[Any]:
+        """Return a request that runs a job again with its old payload."""
         again = Request(id=clean_id(id), work=Work(None), update=Update(payload=False), custom_id=True)
-        return await request.enqueue(self._session, BoundRequest(self._template, again))
+        return BoundRequest(self._template, again)
 
     def _bind(self, payload: object, options: Mapping[str, Any]) -> BoundRequest[Any]:
         template = RequestTemplate(self.name, options) if options else self._template
@@ -244,6 +250,12 @@ class Queue:
         (job,) = await self._session.storage.get(self.name, [clean_id(id)])
         return None if job is None else self._info(job)
 
+    async def get_many(self, ids: Iterable[str | bytes]) -> list[JobInfo | None]:
+        """Return the present states of many jobs, in the order of the ids; None for a job that does not exist. At most
+        250 are read in one step."""
+        found = await self._in_batches(ids, partial(self._session.storage.get, self.name))
+        return [None if job is None else self._info(job) for job in found]
+
     @overload
     async def result(self, id: str | bytes, *, type: type[R], wait: Seconds | None = DEFAULT_WAIT_S) -> R: ...
     @overload
@@ -270,6 +282,38 @@ class Queue:
         """Cancel a job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self._session.storage.cancel(self.name, [clean_id(id)])
         return reply
+
+    async def keep_many(self, ids: Iterable[str | bytes], ttl: Seconds) -> list[KeepResult]:
+        """Change how long the outcomes of many jobs are remembered; returns what `keep` returns, in the order of the
+        ids. At most 250 are changed in one step."""
+        keep, ttl_ms = self._session.storage.keep, to_ms("ttl", ttl)
+        return await self._in_batches(ids, lambda batch: keep(self.name, batch, ttl_ms))
+
+    async def cancel_many(self, ids: Iterable[str | bytes]) -> list[CancelResult]:
+        """Cancel many jobs; returns what `cancel` returns, in the order of the ids. At most 250 in one step."""
+        return await self._in_batches(ids, partial(self._session.storage.cancel, self.name))
+
+    async def retry_many(self, ids: Iterable[str | bytes]) -> list[Handle[Any] | None]:
+        """Run failed or cancelled jobs again with their old payloads; returns handles in the order of the ids, and None
+        for a job without a payload. At most 250 are enqueued in one step."""
+        bounds = [self._again(id) for id in _clean_ids(ids)]
+        handles: list[Handle[Any] | None] = []
+        for start in range(0, len(bounds), MAX_ITEMS):
+            batch = bounds[start : start + MAX_ITEMS]
+            replies = await self._session.storage.enqueue(self.name, [bound.request for bound in batch])
+            handles += [
+                None if reply.placed is None else Handle(self._session, bound, reply)
+                for bound, reply in zip(batch, replies, strict=True)
+            ]
+        return handles
+
+    async def _in_batches(self, ids: Iterable[str | bytes], call: Callable[[list[str]], Awaitable[list[V]]]) -> list[V]:
+        """Call a verb of the storage with at most 250 ids at once, and return all of its replies."""
+        names = _clean_ids(ids)
+        replies: list[V] = []
+        for start in range(0, len(names), MAX_ITEMS):
+            replies += await call(names[start : start + MAX_ITEMS])
+        return replies
 
     # The whole queue
 
@@ -347,6 +391,12 @@ class Queue:
             async for event in events:
                 if event.happened:
                     yield event
+
+
+def _clean_ids(ids: Iterable[str | bytes]) -> list[str]:
+    if isinstance(ids, str | bytes):
+        raise OptionError(f"ids must be a list of ids, not {ids!r:.60}: pass [id], or use the method for one id")
+    return [clean_id(id) for id in ids]
 
 
 def _deadline(wait_s: float | None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
 from msgspec.structs import replace
@@ -173,7 +173,7 @@ class BoundRequest(Generic[R_co]):
         if reply.placed is None:
             raise JobNotFound(f"job {self.id!r} in {self.queue} does not exist, or completed and dropped its payload")
         if self.template.raises and reply.placed in (Placed.DUPLICATE, Placed.COMPLETED):
-            raise DuplicateJob(f"job {self.id!r} in {self.queue} already exists ({reply.state})")
+            raise DuplicateJob(f"job {self.id!r} in {self.queue} already exists ({reply.state})", ids=[self.id])
 
     def __repr__(self) -> str:
         return f"<request for job {self.id!r} in {self.queue}>"
@@ -245,6 +245,21 @@ class Handle(Generic[R_co]):
 
     def __repr__(self) -> str:
         return f"<handle of job {self.id!r} in {self.queue}, {self.placed}>"
+
+
+def handles_of(session: Session, replies: Iterable[tuple[BoundRequest[R], Enqueued | None]]) -> list[Handle[R]]:
+    """Return the handles of requests that were sent together. Raises `DuplicateJob` with all ids that were refused."""
+    handles: list[Handle[R]] = []
+    refused: list[DuplicateJob] = []
+    for bound, reply in replies:
+        try:
+            handles.append(Handle(session, bound, reply))
+        except DuplicateJob as error:
+            refused.append(error)
+    if not refused:
+        return handles
+    more = "" if len(refused) == 1 else f"; {len(refused) - 1} more were refused"
+    raise DuplicateJob(f"{refused[0]}{more}", ids=[id for error in refused for id in error.ids], handles=handles)
 
 
 async def enqueue(session: Session, bound: BoundRequest[R]) -> Handle[R]:

@@ -24,7 +24,7 @@ from holdfast._client.request import BoundRequest, Handle, Using
 from holdfast._client.session import Session
 from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, UsingOptions
 from holdfast._core.replies import Placed
-from holdfast.errors import NotOpen
+from holdfast.errors import DuplicateJob, NotOpen
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,6 +198,10 @@ def _sync_lease(session: Session, lease: Lease | None) -> SyncLease | None:
     return None if lease is None else SyncLease(session, lease)
 
 
+def _sync_handles(session: Session, handles: Iterable[Handle[R] | None]) -> list[SyncHandle[R] | None]:
+    return [None if handle is None else SyncHandle(session, handle) for handle in handles]
+
+
 class SyncQueue(Blocking[Queue], mirrors=Queue):
     """A queue by its name, blocking. See `Queue`."""
 
@@ -209,12 +213,16 @@ class SyncQueue(Blocking[Queue], mirrors=Queue):
     enqueue = blocking(Queue.enqueue, SyncHandle)
     call = blocking(Queue.call)
     retry = blocking(Queue.retry, SyncHandle)
+    retry_many = blocking(Queue.retry_many, _sync_handles)
     lease = blocking(Queue.lease, _sync_lease)
     lease_from_token = blocking(Queue.lease_from_token, _sync_lease)
     get = blocking(Queue.get)
+    get_many = blocking(Queue.get_many)
     result = blocking(Queue.result)
     keep = blocking(Queue.keep)
+    keep_many = blocking(Queue.keep_many)
     cancel = blocking(Queue.cancel)
+    cancel_many = blocking(Queue.cancel_many)
     jobs = iterating(Queue.jobs)
     stats = blocking(Queue.stats)
     pause = blocking(Queue.pause)
@@ -254,7 +262,11 @@ class SyncApp(Blocking[Holdfast[Any]], mirrors=Holdfast):
     evict = blocking(Holdfast[Any].evict)
 
     def enqueue_many(self, bounds: Iterable[BoundRequest[R]]) -> list[SyncHandle[R]]:
-        handles = run(self._session, lambda: self._source.enqueue_many(bounds))
+        try:
+            handles = run(self._session, lambda: self._source.enqueue_many(bounds))
+        except DuplicateJob as error:
+            error.handles = [SyncHandle(self._session, handle) for handle in error.handles]
+            raise
         return [SyncHandle(self._session, handle) for handle in handles]
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> SyncQueue:

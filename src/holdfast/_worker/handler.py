@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -41,7 +41,7 @@ from holdfast._worker.current_job import CurrentJob, running
 from holdfast._worker.endings import cancelled, raised, timed_out
 from holdfast._worker.stacks import stack_of_run
 from holdfast._worker.telemetry import awaited, jobs_log, log_error
-from holdfast.errors import HoldfastError, JobError, PayloadRejected, Retry
+from holdfast.errors import HoldfastError, JobError, OptionError, PayloadRejected, Retry
 
 log = logging.getLogger("holdfast")
 failure.hide_frames_of(__file__)
@@ -95,6 +95,7 @@ class Execution:
 
 Proceed = Callable[[], Awaitable[Any]]
 Middleware = Callable[[CurrentJob, Proceed], Awaitable[Any]]
+Around = Callable[[CurrentJob], AbstractContextManager[Any] | AbstractAsyncContextManager[Any]]
 AfterExecution = Callable[[Execution], Awaitable[None] | None]
 OnError = Callable[[BaseException, str], Awaitable[None] | None]
 
@@ -150,10 +151,11 @@ class Handler:
 
 
 class AppHooks:
-    """The hooks of an app: middleware, `after_execution`, `on_error`."""
+    """The hooks of an app: middleware, `around`, `after_execution`, `on_error`."""
 
     def __init__(self, *, find: Callable[[str, str], Awaitable[Job | None]] | None = None) -> None:
         self.middleware: list[Middleware] = []
+        self.around: list[Around] = []
         self.after: list[AfterExecution] = []
         self.errors: list[OnError] = []
         self.find = find
@@ -188,7 +190,7 @@ async def perform(
         if isinstance(arguments, Failure) and arguments.payload is LEFT_IN_RECORD:
             arguments = await _with_payload(arguments, handler, hooks)
         started_call = True
-        value = await _call(handler, arguments, current, hooks.middleware, threads)
+        value = await _call(handler, arguments, current, hooks, threads)
         ended: Ended = _returned(handler, value)
     except asyncio.CancelledError:
         ended = cancelled(current)
@@ -224,17 +226,45 @@ async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> F
 
 
 async def _call(
-    handler: Handler, arguments: Any, current: CurrentJob, middleware: Sequence[Middleware], threads: ThreadPoolExecutor
+    handler: Handler, arguments: Any, current: CurrentJob, hooks: AppHooks, threads: ThreadPoolExecutor
 ) -> Any:
     args, kwargs = handler.arguments.call(arguments) if handler.fails_for is None else ((arguments,), {})
     function = handler.arguments.function
-    if handler.is_async and not middleware:
+    if handler.is_async and not hooks.middleware and not hooks.around:
         return await function(*args, **kwargs)
     proceed: Proceed = partial(function, *args, **kwargs)
+    if hooks.around:
+        proceed = partial(_enclosed_async if handler.is_async else _enclosed, hooks.around, current, proceed)
     proceed = partial(_call_async, proceed) if handler.is_async else partial(_call_on_thread, proceed, current, threads)
-    for layer in reversed(middleware):
+    for layer in reversed(hooks.middleware):
         proceed = partial(_call_layer, layer, current, proceed)
     return await proceed()
+
+
+async def _enclosed_async(around: Sequence[Around], current: CurrentJob, function: Proceed) -> Any:
+    """Call an async handler inside the context managers, on the event loop."""
+    async with AsyncExitStack() as stack:
+        for enter in around:
+            context = enter(current)
+            if isinstance(context, AbstractAsyncContextManager):
+                await stack.enter_async_context(context)
+            else:
+                stack.enter_context(context)
+        return await function()
+
+
+def _enclosed(around: Sequence[Around], current: CurrentJob, function: Callable[[], Any]) -> Any:
+    """Call a handler that is not async inside the context managers, on its thread."""
+    with ExitStack() as stack:
+        for enter in around:
+            context = enter(current)
+            if not isinstance(context, AbstractContextManager):
+                raise OptionError(
+                    f"app.around gave {context!r:.80} for {current.queue}, whose handler is not async: return a"
+                    " context manager that is not async, for example contextlib.nullcontext()"
+                )
+            stack.enter_context(context)
+        return function()
 
 
 async def _call_layer(layer: Middleware, current: CurrentJob, proceed: Proceed) -> Any:
