@@ -78,7 +78,6 @@ def no_context(job: CurrentJob) -> None: ...
 
 def hooks_of_types() -> None:
     app.codec_hooks(Report, encode=lambda report: report.user)  # error
-    app.codec_hooks(Report, decode=str)  # error
     app.codec_hooks(encode=str)  # error
 
 
