@@ -13,6 +13,7 @@ from holdfast._core.options import (
     MAX_WAIT_S,
     Backoff,
     ErrorTypes,
+    Expires,
     HandlerOptions,
     IdTemplate,
     OnConflict,
@@ -139,6 +140,8 @@ def default_of(option: Option, place: type[Any]) -> str:
     default = option.default_in(place)
     if default is None:
         return option.default_text
+    if isinstance(default, bool):
+        return str(default)
     if isinstance(default, str):
         return f'`"{default}"`'
     return f"{default:,g} s" if option.is_length else f"{default:,}"
@@ -158,6 +161,8 @@ def value_of(option: Option) -> str:
     special: dict[Any, str] = {
         IdTemplate: "template or function",
         ErrorTypes: "exception class, or a tuple of them",
+        Expires: "seconds, or an aware `datetime`",
+        bool: "True or False",
         Backoff: "seconds, or a list of seconds. A task also takes a function",
         OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`',
     }

@@ -20,6 +20,7 @@ class Phase(StrEnum):
     COMPLETED = "completed"
     STALE = "completed, past dedup_ttl"
     FAILED = "failed"
+    REMEMBERED = "failed and remembered"
     CANCELLED = "cancelled"
 
 
@@ -52,7 +53,7 @@ def _transitions() -> dict[Phase, dict[Act, tuple[Phase, ...]]]:
             a.UPDATE: (p.DEFERRED,),
             a.CANCEL: (p.CANCELLING,),
             a.COMPLETE: (p.COMPLETED, p.NONE),
-            a.FAIL: (p.FAILED,),
+            a.FAIL: (p.FAILED, p.REMEMBERED),
             **run_again,
         },
         p.DEFERRED: {a.KEEP: (p.DEFERRED,), a.UPDATE: (p.DEFERRED,), a.CANCEL: (p.CANCELLING,), **promote},
@@ -72,6 +73,7 @@ def _transitions() -> dict[Phase, dict[Act, tuple[Phase, ...]]]:
         p.COMPLETED: {a.KEEP: (p.COMPLETED,), a.UPDATE: (p.WAITING,), a.CANCEL: (p.COMPLETED,), a.FORGET: (p.NONE,)},
         p.STALE: {**restart, a.CANCEL: (p.STALE,), a.FORGET: (p.NONE,)},
         p.FAILED: {**restart, a.CANCEL: (p.FAILED,), a.FORGET: (p.NONE,)},
+        p.REMEMBERED: {a.KEEP: (p.REMEMBERED,), a.UPDATE: (p.WAITING,), a.CANCEL: (p.REMEMBERED,), a.FORGET: (p.NONE,)},
         p.CANCELLED: {**restart, a.CANCEL: (p.CANCELLED,), a.FORGET: (p.NONE,)},
     }
 
@@ -88,6 +90,8 @@ def phase_of(job: Job | None, now: int) -> Phase:
     if job.outcome is not None:
         if job.outcome.state is State.COMPLETED and job.outcome.dedup_at <= now:
             return Phase.STALE
+        if job.outcome.state is State.FAILED and job.outcome.dedup_at > now:
+            return Phase.REMEMBERED
         return Phase(job.outcome.state)
     if job.run is None:
         return Phase.WAITING

@@ -33,7 +33,7 @@ __all__ = [
     "WorkerStopped",
 ]
 
-ErrorKind = Literal["permanent", "retriable", "stall", "timeout"]
+ErrorKind = Literal["permanent", "retriable", "stall", "timeout", "expired"]
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -104,7 +104,7 @@ class JobFailed(HoldfastError):
 
     @property
     def kind(self) -> ErrorKind:
-        """`permanent`, `retriable` (its retries are used up), `stall` or `timeout`."""
+        """`permanent`, `retriable` (its retries are used up), `stall`, `timeout` or `expired`."""
         return self.error.kind
 
 

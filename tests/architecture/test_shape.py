@@ -18,18 +18,18 @@ MOST_TOP_LEVEL_MODULES = 10
 MOST_PARAMETERS = 8
 
 BUDGETS = {
-    "_core": 3_380,
-    "_client": 2_390,
+    "_core": 3_480,
+    "_client": 2_450,
     "_worker": 4_260,
-    "storage": 9_242,
-    "storage/conformance": 3_310,
-    "cli": 2_210,
-    "": 365,
+    "storage": 9_260,
+    "storage/conformance": 3_360,
+    "cli": 2_230,
+    "": 370,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 19_690
+WITHOUT_CLI = 19_900
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

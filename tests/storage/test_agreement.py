@@ -95,6 +95,7 @@ ROUTES: dict[Phase, tuple[Act | str, ...]] = {
     Phase.COMPLETED: (*_RUN, Act.COMPLETE),
     Phase.STALE: (*_RUN, "go stale"),
     Phase.FAILED: (*_RUN, Act.FAIL),
+    Phase.REMEMBERED: (*_RUN, "remember a failure"),
     Phase.CANCELLED: (Act.KEEP, Act.CANCEL),
 }
 """How to bring an id into each phase."""
@@ -465,9 +466,10 @@ def fitting(step: str, choices: list[Settlement]) -> Iterator[Settlement]:
                 and choice.result_ttl_ms
             ):
                 yield choice
-        elif type(choice).__struct_config__.tag == step and not (
-            isinstance(choice, Fail) and not choice.failure_ttl_ms
-        ):
+        elif isinstance(choice, Fail):
+            if choice.failure_ttl_ms and step == ("remember a failure" if choice.dedup_ttl_ms else "fail"):
+                yield choice
+        elif type(choice).__struct_config__.tag == step:
             yield choice
 
 
@@ -485,6 +487,7 @@ def settlements(id: str, fence: int) -> list[Settlement]:
         *(Complete(id, fence, result_ttl_ms=ttl, brief=True) for ttl in (500, 60_000, 60_000, 300_000)),
         *(Fail(id, fence, b"error", ttl, then) for ttl in (0, 60_000) for then in (None, *follow_ups)),
         *(Fail(id, fence, b"error", 60_000, None, counts) for counts in ("stalls", "timeouts")),
+        *(Fail(id, fence, b"error", ttl, None, None, 60_000) for ttl in (5_000, 60_000)),
         *(
             RetrySettlement(id, fence, error, delay_ms, run_at, counts)
             for counts in COUNTS

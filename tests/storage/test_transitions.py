@@ -38,6 +38,8 @@ async def bring_into(stage: Stage, phase: Phase) -> Job | None:
             await stage.complete(job, ttl=DAY, dedup=0)
         case Phase.FAILED:
             await stage.fail(job, ttl=DAY)
+        case Phase.REMEMBERED:
+            await stage.fail(job, ttl=DAY, remember=True)
         case _:
             pass
     return job
@@ -116,6 +118,7 @@ PLACED = {
     Phase.COMPLETED: (Placed.COMPLETED, Placed.NEW),
     Phase.STALE: (Placed.NEW, Placed.NEW),
     Phase.FAILED: (Placed.NEW, Placed.NEW),
+    Phase.REMEMBERED: (Placed.FAILED, Placed.NEW),
     Phase.CANCELLED: (Placed.NEW, Placed.NEW),
 }
 

@@ -89,6 +89,8 @@ def shout(text: str, *, times: int = 1) -> str:
     max_timeouts=0,
     retry_on=(OSError, ValueError),
     no_retry_on=KeyError,
+    expires=timedelta(hours=1),
+    remember_failures=True,
     backoff=[1, 10.5, timedelta(minutes=1)],
     min_backoff=0.01,
     max_backoff=1,
@@ -254,6 +256,7 @@ async def ask() -> None:
         max_stalls=1,
         max_timeouts=1,
         backoff=(1, 10),
+        expires=datetime.now(UTC) + timedelta(hours=1),
         wait=0,
     ).enqueue(1)
     later = await make_report.using(

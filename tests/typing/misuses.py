@@ -141,6 +141,8 @@ async def options() -> None:
     await add.using(on_conflict=Update(run_at="later")).enqueue(1)  # error
     await add.using(delay="5").enqueue(1)  # error
     await add.using(backoff="5").enqueue(1)  # error
+    await add.using(expires="5").enqueue(1)  # error
+    await add.using(remember_failures=True).enqueue(1)  # error
     await add.using(backoff=lambda retry, error: 5).enqueue(1)  # error
     await add.using(run_at=5).enqueue(1)  # error
     await add.using(run_at="2027-01-01").enqueue(1)  # error

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast import Holdfast
+from holdfast._core.extension import EXPIRES_IN, pack_numbers
 from holdfast._core.failure import encode_error
 from holdfast._core.jobs import Job, Next, Outcome, State, StoredLease, Work
 from holdfast._core.replies import QueueStats, WorkerInfo
@@ -87,6 +89,21 @@ def test_a_job_that_is_due_at_this_instant_is_not_scheduled() -> None:
 
 def test_scheduled_job_shows_its_time_in_utc_and_the_remaining_time() -> None:
     assert told(job(run_at=NOW + 90 * SECOND)) == ["it is scheduled for 2027-01-15 08:01:30 UTC (in 90 s)"]
+
+
+def test_job_that_expires_shows_until_when_it_may_start() -> None:
+    work = Work(b"{}", extension=((EXPIRES_IN, pack_numbers(61_000)),))
+    until = "it fails unless it starts before 2027-01-15 08:01:00 UTC (in 60 s)"
+    assert until in told(replace(job(), work=work))
+
+
+def test_expired_job_shows_that_it_did_not_run() -> None:
+    outcome = Outcome(NOW - SECOND, State.FAILED, NOW, NOW + 60 * SECOND, error=error("expired"), started_at=NOW)
+    assert told(job(outcome=outcome, attempts=1)) == [
+        "it has expired: no such user",
+        "`holdfast retry` enqueues it again, with all its retries",
+        "it is remembered until 2027-01-15 08:01:00 UTC (in 60 s)",
+    ]
 
 
 @pytest.mark.parametrize(

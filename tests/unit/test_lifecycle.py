@@ -45,6 +45,8 @@ def test_the_table_has_a_row_for_every_phase_and_uses_every_act() -> None:
         (replace(WAITING, outcome=ended(State.COMPLETED, dedup_at=NOW - 1)), Phase.STALE),
         (replace(WAITING, outcome=ended(State.COMPLETED, forget_at=NOW, dedup_at=NOW)), Phase.NONE),
         (replace(WAITING, outcome=ended(State.FAILED)), Phase.FAILED),
+        (replace(WAITING, outcome=ended(State.FAILED, dedup_at=NOW + 1)), Phase.REMEMBERED),
+        (replace(WAITING, outcome=ended(State.FAILED, dedup_at=NOW)), Phase.FAILED),
         (replace(WAITING, outcome=ended(State.CANCELLED)), Phase.CANCELLED),
         (replace(WAITING, outcome=ended(State.FAILED, forget_at=NOW - 1)), Phase.NONE),
     ],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from holdfast._client.request import RequestTemplate
 from holdfast._client.task import queue_config, retry_rules
 from holdfast._client.waiters import to_wait_s
+from holdfast._core.extension import EXPIRES_AT, EXPIRES_IN, pack_numbers
 from holdfast._core.jobs import MAX_MS, Update
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
@@ -231,6 +232,35 @@ def test_a_backoff_function_is_taken_by_a_task_and_refused_by_a_request() -> Non
         RequestTemplate("q", {"backoff": backoff})
 
 
+NOON = datetime(2027, 1, 15, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("options", "entry"),
+    [
+        ({"expires": 5}, (EXPIRES_IN, 5_000)),
+        ({"expires": timedelta(minutes=1), "delay": 9}, (EXPIRES_IN, 69_000)),
+        ({"expires": 5, "run_at": NOON}, (EXPIRES_AT, to_at("", NOON) + 5_000_000)),
+        ({"expires": NOON, "delay": 9}, (EXPIRES_AT, to_at("", NOON))),
+    ],
+)
+def test_expiry_of_a_request_counts_from_the_time_when_it_is_due(options: Any, entry: tuple[int, int]) -> None:
+    (found,) = RequestTemplate("q", options).request.work.extension
+    assert found == (entry[0], pack_numbers(entry[1]))
+
+
+@pytest.mark.parametrize("value", [0, -1, "5", True, datetime(2027, 1, 15)])
+def test_expiry_that_is_not_a_time_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="expires"):
+        OPTIONS["expires"].convert(value)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_option_that_is_not_true_or_false_is_refused_with_its_name(value: Any) -> None:
+    with pytest.raises(OptionError, match="remember_failures must be True or False"):
+        OPTIONS["remember_failures"].convert(value)
+
+
 @pytest.mark.parametrize("value", [ValueError, (ValueError, OSError)])
 def test_exceptions_are_a_class_or_a_tuple_of_classes(value: Any) -> None:
     assert OPTIONS["retry_on"].convert(value) == (value if isinstance(value, tuple) else (value,))
@@ -292,7 +322,7 @@ def test_option_of_another_function_is_refused(place: type[Any], name: str) -> N
 
 
 def test_unknown_name_is_refused_with_all_known_names() -> None:
-    with pytest.raises(OptionError, match=r"it takes backoff, dedup_ttl, delay, id, max_retries, .*wait$"):
+    with pytest.raises(OptionError, match=r"it takes backoff, dedup_ttl, delay, expires, id, max_retries, .*wait$"):
         check_names("using", UsingOptions, {"zzzzzz": 1})
 
 

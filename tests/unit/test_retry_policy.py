@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast._core.extension import BACKOFF, pack_numbers
+from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, pack_numbers
 from holdfast._core.failure import (
     MAX_FOLLOW_UP_BYTES,
     MAX_MESSAGE,
@@ -154,6 +154,42 @@ def test_a_refused_job_is_followed_up_and_remembered_like_any_failed_one() -> No
     assert refused is not None
     assert refused.failure_ttl_ms == 77
     assert refused.follow_up is not None
+
+
+def late(tag: int, value: int, late_us: int, **fields: Any) -> Job:
+    """A job that was claimed `late_us` after its time was over."""
+    lease = StoredLease("w", NOW + 5_000_000 + late_us, 10_000, NOW + 20_000_000)
+    return job(Work(b"1", extension=((tag, pack_numbers(value)),)), run=lease, **fields)
+
+
+@pytest.mark.parametrize(("tag", "value"), [(EXPIRES_IN, 5_000), (EXPIRES_AT, NOW + 5_000_000 - 77)])
+def test_a_job_that_is_claimed_after_its_time_fails_without_a_run(tag: int, value: int) -> None:
+    assert admit(late(tag, value, -1, skew=77), TASK) is None
+    refused = admit(late(tag, value, 0, skew=77, attempts=1), replace(TASK, follows_up=True))
+    assert isinstance(refused, Fail)
+    error = decode_error(refused.error)
+    assert (error.kind, error.type, error.attempts) == ("expired", "Expired", 0)
+    assert refused.follow_up is not None
+
+
+def test_error_of_an_expired_job_says_how_its_last_run_ended() -> None:
+    refused = admit(late(EXPIRES_IN, 5_000, 2_000_000, attempts=3, retries=2, error=encode_error(ERROR)), TASK)
+    assert isinstance(refused, Fail)
+    error = decode_error(refused.error)
+    assert "2 s after" in error.message
+    assert str(ERROR) in error.message
+    assert error.attempts == 2
+
+
+def test_failure_is_remembered_if_the_task_says_so_and_the_job_was_run() -> None:
+    policy = replace(NONE, remember_failures=True, failure_ttl_ms=77)
+    for ended in (Raised(ERROR), TimedOut(TOO_LONG), Crashed(ERROR)):
+        failed = verdict(job(), ended, policy, rng())
+        assert isinstance(failed, Fail)
+        assert failed.dedup_ttl_ms == 77
+    expired = admit(late(EXPIRES_IN, 5_000, 0), policy)
+    assert expired is not None
+    assert expired.dedup_ttl_ms == 0
 
 
 # How is it settled?

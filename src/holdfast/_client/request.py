@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
 from msgspec.structs import replace
@@ -12,10 +13,10 @@ from holdfast._client.session import Session
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
-from holdfast._core.extension import BACKOFF, pack_numbers
-from holdfast._core.jobs import DEFAULT_PRIORITY, Outcome, Request, State, Update, Work, new_id
+from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, Extension, pack_numbers
+from holdfast._core.jobs import Outcome, Request, State, Update, Work, new_id
 from holdfast._core.lifecycle import newest_generation
-from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_update
+from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_at, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
 from holdfast.storage.validation import clean_id
@@ -42,12 +43,13 @@ class RequestTemplate:
         *,
         arguments: Arguments | None = None,
         update: Update | None = None,
-        priority: int = DEFAULT_PRIORITY,
+        defaults: Mapping[str, Any] = {},
         at_most_once: bool = False,
         result_ttl_ms: int | None = None,
     ) -> None:
-        """Check the options. The other parameters are those of the task, if there is one."""
-        fields = given_fields(options)
+        """Check the options. The other parameters are those of the task, if there is one: `defaults` are stored with
+        every request."""
+        fields = {**defaults, **given_fields(options)}
         if "delay_ms" in fields and "run_at" in fields:
             raise OptionError("delay and run_at are mutually exclusive: pass only one")
         if at_most_once:
@@ -58,13 +60,7 @@ class RequestTemplate:
         id, on_conflict = fields.get("id"), fields.get("on_conflict")
         if id is not None and not isinstance(id, str | bytes):
             raise OptionError(f"id must be text or bytes, not {id!r:.60} ({type(id).__name__})")
-        fields.setdefault("priority", priority)
-        extension: list[tuple[int, bytes]] = []
-        if "backoff" in fields:
-            if callable(fields["backoff"]):
-                raise OptionError("a function as backoff belongs to the task: pass seconds or a list of them")
-            extension.append((BACKOFF, pack_numbers(*fields["backoff"])))
-        fields["extension"] = tuple(extension)
+        fields["extension"] = _extension_of(fields)
         work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
         self.queue = queue
         self.arguments = arguments
@@ -89,6 +85,23 @@ class RequestTemplate:
     def returns(self) -> Any:
         """Type of the result. It is read late, because an annotation may name a class that is defined later."""
         return Any if self.arguments is None else self.arguments.returns
+
+
+def _extension_of(fields: Mapping[str, Any]) -> Extension:
+    """Return the options of a request that have a tag. Their length counts from the time at which the job is due."""
+    entries: list[tuple[int, bytes]] = []
+    delays_ms, expires, run_at = fields.get("backoff"), fields.get("expires"), fields.get("run_at")
+    if callable(delays_ms):
+        raise OptionError("a function as backoff belongs to the task: pass seconds or a list of them")
+    if delays_ms is not None:
+        entries.append((BACKOFF, pack_numbers(*delays_ms)))
+    if isinstance(expires, datetime):
+        entries.append((EXPIRES_AT, pack_numbers(to_at("expires", expires))))
+    elif expires is not None and run_at is not None:
+        entries.append((EXPIRES_AT, pack_numbers(run_at + 1000 * expires)))
+    elif expires is not None:
+        entries.append((EXPIRES_IN, pack_numbers(fields.get("delay_ms", 0) + expires)))
+    return tuple(entries)
 
 
 def bind(template: RequestTemplate, payload: bytes, codec: str, id: str | None) -> BoundRequest[Any]:
@@ -172,7 +185,7 @@ class BoundRequest(Generic[R_co]):
         """Raise `JobNotFound`, or `DuplicateJob` if the request has `on_conflict="raise"`."""
         if reply.placed is None:
             raise JobNotFound(f"job {self.id!r} in {self.queue} does not exist, or completed and dropped its payload")
-        if self.template.raises and reply.placed in (Placed.DUPLICATE, Placed.COMPLETED):
+        if self.template.raises and reply.placed in (Placed.DUPLICATE, Placed.COMPLETED, Placed.FAILED):
             raise DuplicateJob(f"job {self.id!r} in {self.queue} already exists ({reply.state})", ids=[self.id])
 
     def __repr__(self) -> str:

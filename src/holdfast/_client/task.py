@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from holdfast._client.request import RequestTemplate, Using
 from holdfast._client.session import Session
 from holdfast._core.arguments import Arguments, id_maker, name_of
-from holdfast._core.jobs import DEFAULT_PRIORITY, Update
-from holdfast._core.options import OPTIONS, HandlerOptions, TaskOptions, all_fields, check_names
+from holdfast._core.jobs import Update
+from holdfast._core.options import HandlerOptions, TaskOptions, all_fields, check_names, given_fields
 from holdfast._core.retry_policy import Policy, QueueConfig, RetryRules
 from holdfast._core.tasks import IdRule, describe_task, signature_hash
 from holdfast._worker.handler import Failure, Handler
@@ -24,6 +24,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[[Failure], object])
+
+
+STORED = ("priority", "expires")
+"""Options of a task that are stored with each of its requests. Workers read the other options from the task."""
 
 
 class Task(Using[P, R], Generic[P, R, C]):
@@ -85,7 +89,7 @@ class Definition:
         template = unique if singleton is None else singleton
         self.make_id = None if template is None else id_maker(self.arguments, template, session.codecs.hooks)
         """Makes the id of a job from its arguments; None if the task has neither `unique` nor `singleton`."""
-        priority = OPTIONS["priority"].convert(options.get("priority", DEFAULT_PRIORITY))
+        defaults = given_fields({name: value for name, value in options.items() if name in STORED})
         codecs, codec_name = session.codecs, options.get("codec")
         self.codec = codecs.default if codec_name is None else codecs.get(codec_name)
         """Encodes arguments and results."""
@@ -104,7 +108,7 @@ class Definition:
             name,
             arguments=self.arguments,
             update=None if singleton is None else Update(),
-            priority=priority,
+            defaults=defaults,
             at_most_once=config.policy.at_most_once,
             result_ttl_ms=config.policy.result_ttl_ms,
         )

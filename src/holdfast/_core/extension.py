@@ -23,6 +23,9 @@ MAX_EXTENSION_BYTES = 65_536
 
 BACKOFF = 128
 """Tag of a work: the delays before its retries, 8 bytes each, in milliseconds."""
+EXPIRES_IN, EXPIRES_AT = 129, 130
+"""Tags of a work: the time after which it does not start any more, in 8 bytes. It is in milliseconds after the request,
+or a wall time in microseconds."""
 
 _HEAD = struct.Struct("<BI")
 

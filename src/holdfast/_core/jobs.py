@@ -107,7 +107,8 @@ class Outcome(Value, frozen=True):
     forget_at: At
     """Time from which no verb sees the outcome."""
     dedup_at: At = 0
-    """Time until which a completed id answers a request with this outcome, unless the request updates it."""
+    """Time until which the id of a completed job, or of a failure that is remembered, answers a request with this
+    outcome, unless the request updates it."""
     result: bytes | None = None
     codec: CodecName = "json"
     error: bytes | None = None
@@ -260,6 +261,7 @@ class Fail(Value, frozen=True, tag="fail"):
     follow_up: Work | None = None
     counts: Literal["stalls", "timeouts"] | None = None
     """The count to increase, if a stall or a timeout ended the job."""
+    dedup_ttl_ms: Ms = 0
 
 
 class RetrySettlement(Value, frozen=True, tag="retry"):

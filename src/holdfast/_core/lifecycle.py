@@ -84,8 +84,9 @@ def enqueue(job: Job | None, request: Request, time: QueueTime) -> Enqueueing:
 
 
 def _enqueue_on_finished(job: Job, outcome: Outcome, request: Request, time: QueueTime, stamp: int) -> Enqueueing:
-    if request.update is None and outcome.state is State.COMPLETED and time.last_at < outcome.dedup_at:
-        return Step(job), Enqueued(job.id, Placed.COMPLETED, outcome.generation, outcome.state, outcome)
+    if request.update is None and time.last_at < outcome.dedup_at:
+        placed = Placed.FAILED if outcome.state is State.FAILED else Placed.COMPLETED
+        return Step(job), Enqueued(job.id, placed, outcome.generation, outcome.state, outcome)
     takes_stored = request.update is not None and not request.update.payload and job.work.payload is not None
     work = job.work if takes_stored else request.work
     if work.payload is None:
@@ -198,7 +199,7 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, 
     if at_least:
         outcome = replace(job.outcome, forget_at=max(job.outcome.forget_at, until), brief=False)
     else:
-        dedup_at = until if job.outcome.state is State.COMPLETED else 0
+        dedup_at = until if job.outcome.state is State.COMPLETED or job.outcome.dedup_at else 0
         outcome = replace(job.outcome, forget_at=max(until, job.keep_until_at), dedup_at=dedup_at, brief=False)
     return Step(replace(job, outcome=outcome)), KeepResult.KEPT
 
@@ -334,8 +335,10 @@ def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
 
 
 def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:
-    forget_at = _forget_at(job, settlement.failure_ttl_ms, now)
-    return _outcome_of(job, State.FAILED, now, forget_at, error=settlement.error)
+    forget_at, dedup_at = _forget_at(job, settlement.failure_ttl_ms, now), 0
+    if settlement.dedup_ttl_ms:
+        dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
+    return _outcome_of(job, State.FAILED, now, max(forget_at, dedup_at), dedup_at=dedup_at, error=settlement.error)
 
 
 def _cancelled(job: Job, now: int) -> Outcome:

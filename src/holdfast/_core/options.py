@@ -33,6 +33,7 @@ Delays = Seconds | Sequence[Seconds]
 BackoffFunction = Callable[[int, Exception], Seconds | None]
 """Takes the number of the retry, 1 for the first, and the exception. None means the backoff without the function."""
 Backoff = Delays | BackoffFunction
+Expires = Seconds | datetime
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
@@ -57,6 +58,7 @@ class EnqueueOptions(TypedDict, total=False):
     max_stalls: int
     max_timeouts: int
     backoff: Delays
+    expires: Expires
 
 
 class UsingOptions(EnqueueOptions, total=False):
@@ -91,6 +93,8 @@ class TaskOptions(HandlerOptions, total=False):
     unique: IdTemplate
     singleton: IdTemplate
     priority: int
+    expires: Expires
+    remember_failures: bool
     result_ttl: Seconds
     dedup_ttl: Seconds
     delivery: Delivery
@@ -105,6 +109,7 @@ class StubOptions(TypedDict, total=False):
     unique: IdTemplate
     singleton: IdTemplate
     priority: int
+    expires: Expires
     delivery: Delivery
     codec: str
 
@@ -170,6 +175,13 @@ class Option(msgspec.Struct, frozen=True):
             return to_count(self.name, value, int(least), int(most))
         if self.type is datetime:
             return to_at(self.name, value)
+        if self.type is bool:
+            return to_flag(self.name, value)
+        if self.type is Expires:
+            if isinstance(value, datetime):
+                to_at(self.name, value)
+                return value
+            return to_ms(self.name, value, round(1000 * least), round(1000 * most))
         if self.type is ErrorTypes:
             return to_error_types(self.name, value)
         if self.type is Backoff:
@@ -209,6 +221,13 @@ _ROWS = [
     ),
     _row("delay", "Time from now until the job is due."),
     _row("run_at", "Time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.", default_text="now"),
+    _row(
+        "expires",
+        "Time after which the job does not start any more, but fails: seconds after it is due, or a point in time.",
+        default_text="never",
+        least=0.001,
+        most=MAX_MS // 1000,
+    ),
     _row("timeout", "Maximum length of one run.", default=60, least=0.001),
     _row("max_retries", "Maximum number of retries after an exception.", default=10, default_text="no limit"),
     _row("max_stalls", "How often a job may lose its worker or process.", default=3, default_text="no limit"),
@@ -230,6 +249,11 @@ _ROWS = [
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
+    _row(
+        "remember_failures",
+        "While the record of a failed job is kept, a new request with its id gets the failure and does not run.",
+        default=False,
+    ),
     _row("cancel_grace", "Time that a run has to end after it was asked to stop. Then it is killed.", default=1),
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
@@ -316,6 +340,12 @@ def to_at(name: str, value: datetime) -> int:
 
 def from_at(at: int) -> datetime:
     return datetime.fromtimestamp(at // 1_000_000, UTC) + timedelta(microseconds=at % 1_000_000)
+
+
+def to_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r:.60}")
+    return value
 
 
 def to_error_types(name: str, value: ErrorTypes) -> tuple[type[Exception], ...]:

@@ -19,6 +19,8 @@ class Placed(StrEnum):
     DEFERRED = "deferred"
     DUPLICATE = "duplicate"
     COMPLETED = "completed"
+    FAILED = "failed"
+    """The id has failed, and its task has `remember_failures`."""
 
 
 class Enqueued(Value, frozen=True):
@@ -31,7 +33,7 @@ class Enqueued(Value, frozen=True):
     state: State | None = None
     """State of the record before the request; None if there was no record."""
     outcome: Outcome | None = None
-    """The remembered outcome, with `Placed.COMPLETED`."""
+    """The remembered outcome, with `Placed.COMPLETED` and `Placed.FAILED`."""
 
 
 class Claim(Value, frozen=True):

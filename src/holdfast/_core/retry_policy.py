@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from holdfast._core.extension import BACKOFF, numbers_in
+from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, numbers_in
 from holdfast._core.failure import MAX_MESSAGE, decode_error, encode_error, follow_up, is_wrong_call, safe_getattr
 from holdfast._core.jobs import MAX_MS, Complete, Fail, Job, Release, RetrySettlement, Settlement, Value
 from holdfast._core.lifecycle import RESULT_TTL_MS
@@ -36,6 +36,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     dedup_ttl_ms: int | None = None
     """None means the same as `result_ttl_ms`."""
     failure_ttl_ms: int = 7 * 86_400_000
+    remember_failures: bool = False
+    """A failed id is not run again until its record is forgotten."""
     cancel_grace_ms: int = 1_000
     at_most_once: bool = False
     exclusive: bool = False
@@ -131,10 +133,14 @@ Ended = Returned | Raised | TimedOut | Crashed | Stopped
 
 
 def admit(job: Job, policy: Policy) -> Fail | None:
-    """Return None if a claimed job may run. A job that stalled, timed out or was retried too often fails instead."""
-    if not (job.stalls or job.timeouts or job.retries):
+    """Return None if a claimed job may run. A job that stalled, timed out or was retried too often fails instead, and
+    so does one that has expired."""
+    if not (job.stalls or job.timeouts or job.retries or job.work.extension):
         return None
-    if _left(job, "stalls", policy) < 0:
+    expired = _expired(job)
+    if expired is not None:
+        error = expired
+    elif _left(job, "stalls", policy) < 0:
         error = JobError(type="Stalled", kind="stall", message=f"its worker was lost {format_times(job.stalls)}")
     elif _left(job, "timeouts", policy) < 0:
         error = _last(job, "timeout", f"it timed out {format_times(job.timeouts)}")
@@ -143,6 +149,24 @@ def admit(job: Job, policy: Policy) -> Fail | None:
     else:
         return None
     return _fail(job, error, policy)
+
+
+def expires_at(job: Job) -> int | None:
+    """Return the queue time after which a job does not start any more."""
+    after_request = [job.generation + 1000 * ms for ms in numbers_in(job.work.extension, EXPIRES_IN)]
+    at_wall_time = [at + job.skew for at in numbers_in(job.work.extension, EXPIRES_AT)]
+    return min([*after_request, *at_wall_time], default=None)
+
+
+def _expired(job: Job) -> JobError | None:
+    """Return the error of a job that was claimed after its time was over. Its fence is the time of the claim."""
+    until_at = expires_at(job)
+    if until_at is None or fence_of(job) < until_at:
+        return None
+    late_us = fence_of(job) - until_at
+    last = "" if job.error is None else f"; its last run ended with {decode_error(job.error)}"
+    message = f"a worker was free {late_us / 1e6:,.3g} s after the time of the job was over{last}"
+    return JobError(type="Expired", kind="expired", message=message[:MAX_MESSAGE])
 
 
 def is_suspect(job: Job, policy: Policy) -> bool:
@@ -247,10 +271,12 @@ def _fail(
     counts: Literal["stalls", "timeouts"] | None = None,
 ) -> Fail:
     ttl_ms = policy.failure_ttl_ms if failure_ttl_ms is None else failure_ttl_ms
-    error = msgspec.structs.replace(error, attempts=job.attempts)
+    attempts = job.attempts - (error.kind == "expired")  # It was claimed, and not run.
+    error = msgspec.structs.replace(error, attempts=attempts)
     counted = job if counts is None else msgspec.structs.replace(job, **{counts: getattr(job, counts) + 1})
     work = follow_up(counted, error) if policy.follows_up else None
-    return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work, counts)
+    dedup_ttl_ms = ttl_ms if policy.remember_failures and error.kind != "expired" else 0
+    return Fail(job.id, fence_of(job), encode_error(error), ttl_ms, work, counts, dedup_ttl_ms)
 
 
 def _left(job: Job, count: Literal["retries", "stalls", "timeouts"], policy: Policy) -> float:

@@ -16,7 +16,7 @@ from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten,
 
 START_S = 10.0
 """How long `call` waits for a worker that serves the queue for the first time."""
-REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "timeout", "priority")
+REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "expires", "timeout", "priority")
 
 
 def _payload_forms(command: Any) -> Any:
@@ -65,8 +65,8 @@ async def enqueue(
 
     The id is that of a `unique` or `singleton` task, which its workers or --app tell.
 
-    Prints how the request was placed (new, updated, deferred, duplicate, completed) and the id. Exit status 1 if the id
-    exists and --on-conflict is raise.
+    Prints how the request was placed (new, updated, deferred, duplicate, completed, failed) and the id. Exit status 1
+    if the id exists and --on-conflict is raise.
     """
     value = read_payload(payload, text=text, raw=raw)
     chosen = await _with_task(app, queue, value, **options, patience_s=0)

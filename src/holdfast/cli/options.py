@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from holdfast._core.options import OPTIONS, HandlerOptions, OnConflict, Option
+from holdfast._core.options import OPTIONS, Expires, HandlerOptions, OnConflict, Option
 from holdfast.cli.common import Number
 
 
@@ -48,7 +48,7 @@ def option_from_table(name: str, *, default: Any = None, help: str = "") -> Call
         type=_click_type(option),
         default=default,
         show_default=default is not None,
-        metavar="SECONDS" if option.is_length else None,
+        metavar="SECONDS" if option.is_length or option.type is Expires else None,
         help=help or option.help,
     )
 
@@ -60,7 +60,7 @@ def given(options: dict[str, Any]) -> Any:
 
 def _click_type(option: Option) -> click.ParamType[Any]:
     least, most = option.bounds
-    if option.is_length:
+    if option.is_length or option.type is Expires:
         return Number(least, most)
     if option.type is int:
         return click.IntRange(int(least), int(most))

@@ -10,10 +10,12 @@ from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
 from holdfast._core.replies import QueueStats, WorkerInfo
+from holdfast._core.retry_policy import expires_at
 from holdfast._core.text import format_times
 from holdfast.cli.output import format_count, format_duration, format_moment
 from holdfast.storage import Storage
 
+AGAIN = "`holdfast retry` enqueues it again, with all its retries"
 MOST_AHEAD = 10_000
 """Maximum number of waiting jobs that are read to count those in front of a job."""
 
@@ -73,6 +75,9 @@ def _of_waiting(
             sentences.append(f"it waits for its backoff until {_at(job.run_at, now)}, after {_error(job.error)}")
         else:
             sentences.append(f"it is scheduled for {_at(job.run_at, now)}")
+    until_at = expires_at(job)
+    if until_at is not None:
+        sentences.append(f"it fails unless it starts before {_at(until_at - job.skew, now)}")
     if stats is not None and stats.paused:
         sentences.append(f"the queue is paused{f': {stats.reason}' if stats.reason else ''}")
     if stats is None or not stats.workers:
@@ -142,12 +147,15 @@ def _of_running(job: Job, now: int, hosts: Mapping[str, str]) -> list[str]:
 def _of_finished(job: Job, now: int) -> list[str]:
     assert job.outcome is not None
     outcome = job.outcome
+    remembered = f"it is remembered until {_at(outcome.forget_at, now)}"
+    if outcome.state is State.FAILED and decode_error(outcome.error).kind == "expired":
+        return [f"it has expired: {decode_error(outcome.error).message}", AGAIN, remembered]
     ended = "was cancelled" if outcome.state is State.CANCELLED else f"has {outcome.state}"
     sentences = [f"it {ended}, after {format_count(job.attempts, 'run')}"]
     if outcome.state is State.FAILED:
         sentences[0] += f", with {_error(outcome.error)}"
-        sentences.append("`holdfast retry` enqueues it again, with all its retries")
-    sentences.append(f"it is remembered until {_at(outcome.forget_at, now)}")
+        sentences.append(AGAIN)
+    sentences.append(remembered)
     if outcome.started_at:
         took = format_duration(max(0, outcome.ended_at - outcome.started_at) / 1e6)
         sentences.append(f"its last run took {took} on worker {outcome.worker}, from {_at(outcome.started_at, now)}")

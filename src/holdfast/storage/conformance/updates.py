@@ -157,6 +157,47 @@ async def test_a_request_for_no_job_is_placed_new_with_its_stamp_as_generation(s
     )
 
 
+async def test_remembered_failure_answers_requests_until_its_record_is_forgotten(stage: Stage) -> None:
+    await ready(stage)
+    await stage.fail(await stage.claim_one(), b"why", ttl=10, remember=True)
+    before = await stage.the("a")
+    stage.clock.advance(9.999999)
+    reply = await stage.enqueue("a", b"asked")
+    assert reply == Enqueued("a", Placed.FAILED, before.generation, State.FAILED, before.outcome)
+    assert reply.outcome is not None
+    assert reply.outcome.error == b"why"
+    assert await stage.the("a") == before
+    stage.clock.advance(0.000001)
+    assert (await stage.enqueue("a", b"asked")).placed is Placed.NEW
+
+
+async def test_keep_of_a_failure_moves_the_end_of_its_memory_only_if_it_is_remembered(stage: Stage) -> None:
+    for id, remember in (("a", True), ("b", False)):
+        await stage.enqueue(id)
+        await stage.fail(await stage.claim_one(), ttl=10, remember=remember)
+        await stage.keep(id, 100)
+    stage.clock.advance(50)
+    placed = [(await stage.enqueue(id)).placed for id in ("a", "b")]
+    assert placed == [Placed.FAILED, Placed.NEW]
+
+
+async def test_keep_before_a_remembered_failure_sets_how_long_it_is_remembered(stage: Stage) -> None:
+    await ready(stage)
+    job = await stage.claim_one()
+    await stage.keep("a", 100)
+    await stage.fail(job, ttl=10, remember=True)
+    stage.clock.advance(99)
+    assert (await stage.enqueue("a")).placed is Placed.FAILED
+    stage.clock.advance(1)
+    assert (await stage.enqueue("a")).placed is Placed.NEW
+
+
+async def test_operator_retries_a_remembered_failure(stage: Stage) -> None:
+    await ready(stage)
+    await stage.fail(await stage.claim_one(), remember=True)
+    assert (await stage.enqueue("a", None, update=Update(payload=False))).placed is Placed.NEW
+
+
 @pytest.mark.parametrize("arrange", LIVE, ids=custom_id)
 async def test_keep_leaves_a_live_job_as_it_is_and_answers_duplicate(stage: Stage, arrange: Arrange) -> None:
     before = await arrange(stage)

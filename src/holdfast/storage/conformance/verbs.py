@@ -120,9 +120,12 @@ class Stage:
         *,
         ttl: float = 86400,
         follow_up: Work | None = None,
+        remember: bool = False,
         worker: str = "w1",
     ) -> SettleResult:
-        return await self.settle(Fail(job.id, fence(job), error, round(ttl * 1000), follow_up), worker=worker)
+        ttl_ms = round(ttl * 1000)
+        failure = Fail(job.id, fence(job), error, ttl_ms, follow_up, dedup_ttl_ms=ttl_ms if remember else 0)
+        return await self.settle(failure, worker=worker)
 
     async def retry(
         self, job: Job, *, delay: float = 0, run_at: int | None = None, counts: str = "retries", worker: str = "w1"

@@ -21,7 +21,7 @@ from holdfast.storage.validation import clean_id, id_bytes
 STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, State.CANCELLED, State.COMPLETED)
 """States by the number that Lua gives them. The last one is that of a brief outcome."""
 BRIEF_STATE = 6
-PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED)
+PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED, Placed.FAILED)
 KINDS = tuple(EventKind)
 """Lua numbers the members of this tuple, of STATES and of PLACED from 1."""
 INDEXES = (State.RUNNING, *FINISHED_INDEXES)
@@ -254,7 +254,7 @@ def settlement_args(item: jobs.Settlement) -> tuple[bytes, bytes, bytes, bytes]:
             if item.follow_up is not None:
                 extra = _follow_up(item.follow_up)
             counts = 0 if item.counts is None else 1 + COUNTS.index(item.counts)
-            numbers = (2, item.fence, item.failure_ttl_ms, 0, True, counts)
+            numbers = (2, item.fence, item.failure_ttl_ms, item.dedup_ttl_ms, True, counts)
         case jobs.RetrySettlement():
             body = item.error
             counts = 1 + COUNTS.index(item.counts)

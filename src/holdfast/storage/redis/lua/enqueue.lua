@@ -52,7 +52,7 @@ function enqueue.all(tx, ids, request_at, replies, outcomes)
       local after, placed, generation, state, kind = lifecycle.enqueue(entry.job, request, tx.time)
       transaction.record_change(tx, entry, after, kind)
       replies[at] = pack(ENQUEUED, placed, state, generation)
-      if placed == CACHED then outcomes[#outcomes + 1] = {at, record.encode_outcome(after.outcome), id, generation} end
+      if placed >= CACHED then outcomes[#outcomes + 1] = {at, record.encode_outcome(after.outcome), id, generation} end
     end
   end
 end

@@ -70,7 +70,7 @@ local INDEXES = {[RUNNING] = ':running', [COMPLETED] = ':completed', [FAILED] = 
 local ARRIVAL_BYTES = 8 -- of the arrival before the id, in a member of these:
 local WAITING_INDEXES = {[0] = ':w0', ':w1', ':w2', ':w3', ':w4', ':w5', ':w6', ':w7', ':w8', ':w9'}
 local PRIORITY_BITS = {[0] = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
-local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enqueue did; 0 is nothing
+local NEW, UPDATED, DEFERRED, DUPLICATE, CACHED = 1, 2, 3, 4, 5 -- what an enqueue did; 0: nothing, 6: CACHED, of a failure
 local KEEPS, TAKES, IF_LATER, IF_EARLIER = 0, 1, 2, 3 -- rules for run_at
 local NOW, DELAY, WALL_TIME = 0, 1, 2 -- how a request says when
 local COMPLETE, FAIL, RETRY, RELEASE = 1, 2, 3, 4 -- settlements

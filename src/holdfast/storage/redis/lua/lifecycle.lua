@@ -88,8 +88,8 @@ end
 
 local function enqueue_on_finished(job, request, time, at)
   local outcome = job.outcome
-  if not request.updates and outcome.state == COMPLETED and time[LAST_AT] < outcome.dedup_at then
-    return job, CACHED, outcome.generation, outcome.state
+  if not request.updates and time[LAST_AT] < outcome.dedup_at then
+    return job, outcome.state == FAILED and CACHED + 1 or CACHED, outcome.generation, outcome.state
   end
   local takes_stored = request.updates and not request.takes_payload and job.has_payload
   if not takes_stored and not request.payload then return job, 0, 0, outcome.state end
@@ -173,7 +173,9 @@ end
 
 local function failed(job, settlement, now)
   local outcome = outcome_of(job, FAILED, now)
-  outcome.error, outcome.forget_at = settlement.error, forget_at(job, settlement.failure_ttl_ms, now)
+  outcome.error = settlement.error
+  if settlement.dedup_ttl_ms > 0 then outcome.dedup_at = now + 1000 * (job.keep_ms or settlement.dedup_ttl_ms) end
+  outcome.forget_at = max(forget_at(job, settlement.failure_ttl_ms, now), outcome.dedup_at)
   return outcome
 end
 
@@ -220,7 +222,7 @@ function lifecycle.keep(job, ttl_ms, at_least, client, now)
   if at_least then
     job.outcome.forget_at = max(job.outcome.forget_at, until_at)
   else
-    job.outcome.dedup_at = job.outcome.state == COMPLETED and until_at or 0
+    job.outcome.dedup_at = (job.outcome.state == COMPLETED or job.outcome.dedup_at > 0) and until_at or 0
     job.outcome.forget_at = max(until_at, job.keep_until_at)
   end
   return 'k'

@@ -141,8 +141,8 @@ local function read_settlement(head, body, extra)
     return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra,
       brief = counts == 1}
   elseif kind == FAIL then
-    return {kind = kind, fence = fence, failure_ttl_ms = first, error = bytes, follow_up = extra ~= '' and extra,
-      counts = COUNTS[counts]}
+    return {kind = kind, fence = fence, failure_ttl_ms = first, dedup_ttl_ms = second, error = bytes,
+      follow_up = extra ~= '' and extra, counts = COUNTS[counts]}
   end
   return {kind = kind, fence = fence, delay_ms = first, run_at = second, error = bytes, counts = COUNTS[counts]}
 end
