@@ -6,8 +6,9 @@ from holdfast._core import platform as _platform  # noqa: F401 # pyright: ignore
 # isort: split
 from holdfast import errors
 from holdfast._client.app import Holdfast
+from holdfast._client.info import JobInfo
 from holdfast._client.lease import Lease
-from holdfast._client.queue import JobInfo, Queue
+from holdfast._client.queue import Queue
 from holdfast._client.request import BoundRequest, Handle
 from holdfast._client.stats import AppStats, LiveWorker, Stats
 from holdfast._client.task import Task

@@ -463,6 +463,7 @@ async def test_a_cancel_of_a_waiting_job_ends_all_waits_for_it(app: Holdfast[Any
     with pytest.raises(JobCancelled):
         await handle.result(wait=0)
     assert await handle.state() is State.CANCELLED
+    assert await handle.info() == await app.queue(handle.queue).get(handle.id)
     assert await handle.cancel() is CancelResult.FINISHED
 
 

@@ -355,6 +355,53 @@ async def test_an_async_run_that_takes_too_long_is_cancelled_and_counted(app: Ap
 
 
 @pytest.mark.storages("memory")
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+@pytest.mark.storages("memory")
+async def test_run_extends_its_own_timeout(app: App, is_async: bool) -> None:
+    async def patient() -> str:
+        current_job().extend_timeout(20)
+        await asyncio.sleep(0.5)
+        return "done"
+
+    def patient_sync() -> str:
+        current_job().extend_timeout(timedelta(seconds=20))
+        time.sleep(0.5)
+        return "done"
+
+    function: Any = patient if is_async else patient_sync
+    task = app.task(name="t", timeout=0.2, max_timeouts=0)(function)
+    async with app.worker():
+        assert await task.using(wait=10).call() == "done"
+
+
+@pytest.mark.storages("memory")
+async def test_extended_timeout_ends_the_run_and_shortens_none(app: App) -> None:
+    @app.task(name="t", timeout=0.3, max_timeouts=0)
+    async def slow(first: bool) -> str:
+        current_job().extend_timeout(0.4 if first else 0.01)
+        await asyncio.sleep(30 if first else 0.1)
+        return "done"
+
+    started = time.monotonic()
+    async with app.worker():
+        assert await slow.using(wait=10).call(False) == "done"
+        with pytest.raises(JobFailed, match=r"the run took longer than its timeout$") as raised:
+            await slow.using(wait=10).call(True)
+    assert raised.value.kind == "timeout"
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.storages("memory")
+async def test_extension_that_is_not_a_length_is_refused(app: App) -> None:
+    @app.task(name="t", max_retries=0)
+    async def wrong() -> None:
+        current_job().extend_timeout(-1)
+
+    async with app.worker():
+        with pytest.raises(JobFailed, match="seconds must be from"):
+            await wrong.using(wait=10).call()
+
+
 async def test_timeouts_and_retries_have_separate_limits(app: App) -> None:
     attempts: list[tuple[int, int]] = []
 

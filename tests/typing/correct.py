@@ -232,6 +232,7 @@ async def ask() -> None:
     assert_type(await handle.result(wait=None), int)
     assert_type(await handle.result(wait=timedelta(seconds=5)), int)
     assert_type(await handle.state(), State | None)
+    assert_type(await handle.info(), JobInfo | None)
     assert_type(await handle.cancel(), CancelResult)
 
     assert_type(await add(1), int)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from holdfast import CurrentJob, Failure, Holdfast, Retry, RunEvent, Update
+from holdfast import CurrentJob, Failure, Holdfast, Retry, RunEvent, Update, current_job
 from holdfast.testing import rehearse
 
 
@@ -141,6 +141,7 @@ async def options() -> None:
     await add.using(on_conflict=Update(run_at="later")).enqueue(1)  # error
     await add.using(delay="5").enqueue(1)  # error
     await add.using(backoff="5").enqueue(1)  # error
+    current_job().extend_timeout("5")  # error
     await add.using(expires="5").enqueue(1)  # error
     await add.using(remember_failures=True).enqueue(1)  # error
     await add.using(backoff=lambda retry, error: 5).enqueue(1)  # error

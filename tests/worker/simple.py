@@ -40,6 +40,20 @@ def doze(seconds: float) -> str:
     return "rested"
 
 
+@app.task(name="stretch", timeout=0.3, max_timeouts=0)
+async def stretch(seconds: float) -> str:
+    current_job().extend_timeout(seconds + 20)
+    await asyncio.sleep(seconds)
+    return "stretched"
+
+
+@app.task(name="stretch-thread", timeout=0.3, max_timeouts=0)
+def stretch_thread(seconds: float) -> str:
+    current_job().extend_timeout(seconds + 20)
+    time.sleep(seconds)
+    return "stretched"
+
+
 @app.task(name="raise", max_retries=0)
 def fail(message: str) -> None:
     raise ValueError(message)

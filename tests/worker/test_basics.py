@@ -29,3 +29,9 @@ async def test_error_of_a_handler_reaches_its_caller_and_its_fail_handler(scene:
     assert "simple.py" in raised.value.error.traceback
     (reported,) = await scene.noted("reported")
     assert (reported["message"], reported["by"]) == ("no luck", "raise/failed")
+
+
+async def test_run_in_a_child_extends_its_own_timeout(scene: Scene) -> None:
+    await scene.worker("simple:app", "--processes", "1")
+    asked = [scene.ask(queue, {"seconds": 1}) for queue in ("stretch", "stretch-thread")]
+    assert await asyncio.gather(*asked) == ["stretched", "stretched"]

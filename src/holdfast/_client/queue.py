@@ -6,14 +6,12 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
 from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-import msgspec
-
 from holdfast._client import familiar, request, waiters
+from holdfast._client.info import JobInfo, info_of
 from holdfast._client.lease import Lease, read_token, to_lease_ms
 from holdfast._client.request import BoundRequest, Handle, RequestTemplate
 from holdfast._client.session import Session
@@ -21,13 +19,12 @@ from holdfast._client.stats import Stats, stats_of
 from holdfast._client.task import queue_config
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
-from holdfast._core.failure import decode_error
-from holdfast._core.jobs import Job, Release, Request, Settlement, State, Update, Work
-from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, check_names, from_at, to_ms
+from holdfast._core.jobs import Release, Request, Settlement, State, Update, Work
+from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, check_names, to_ms
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept
 from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
-from holdfast.errors import HoldfastError, JobError, JobNotFound, OptionError, StorageUnavailable
+from holdfast.errors import HoldfastError, JobNotFound, OptionError, StorageUnavailable
 from holdfast.storage import audit
 from holdfast.storage.validation import MAX_ITEMS, check_queue, clean_id, to_state
 
@@ -41,38 +38,6 @@ LEAST_PURGE_S = 1.0
 """How long `delete` purges a backlog, also with a shorter `wait`."""
 PULL_PREFIX = "pull-"
 """Begins the worker name of leases that no worker holds."""
-COPIED = ("id", "state", "generation", "attempts", "retries", "stalls", "timeouts", "worker", "deferred")
-"""Fields of a record that `JobInfo` has unchanged."""
-
-
-class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The stored state of a job."""
-
-    queue: str
-    id: str
-    state: State
-    generation: int
-    payload: Any
-    """The decoded payload; bytes if this app cannot decode it. None if the job has completed, and in lists."""
-    priority: int
-    run_at: datetime
-    created_at: datetime
-    started_at: datetime | None
-    """Start of the present run, or of the run that ended the job. None before a first run and between two runs."""
-    finished_at: datetime | None
-    duration: float | None
-    """Length of the run that ended the job, in seconds. None while the job is live, and if no run ended it."""
-    attempts: int
-    retries: int
-    stalls: int
-    timeouts: int
-    worker: str | None
-    """The worker of the run that `started_at` belongs to. A default name begins with its host."""
-    progress: Any
-    result: Any
-    error: JobError | None
-    deferred: bool
-    """Whether another request waits for the present run to end."""
 
 
 class Queue:
@@ -226,35 +191,16 @@ class Queue:
 
     # One job
 
-    def _info(self, job: Job) -> JobInfo:
-        decode, outcome = self._session.codecs.decode_or_leave, job.outcome
-        error = job.error if outcome is None else outcome.error
-        started_at, ended_at = job.started_at, None if outcome is None else outcome.ended_at
-        return JobInfo(
-            queue=self.name,
-            payload=decode(job.work.payload, job.work.codec),
-            priority=job.work.priority,
-            run_at=from_at(job.run_at),
-            created_at=from_at(job.created_at),
-            started_at=None if started_at is None else from_at(started_at),
-            finished_at=None if ended_at is None else from_at(ended_at),
-            duration=None if started_at is None or ended_at is None else max(0, ended_at - started_at) / 1e6,
-            progress=decode(None if job.run is None else job.run.progress, "json"),
-            result=None if outcome is None else decode(outcome.result, outcome.codec),
-            error=None if error is None else decode_error(error),
-            **{name: getattr(job, name) for name in COPIED},
-        )
-
     async def get(self, id: str | bytes) -> JobInfo | None:
         """Return the present state of a job; None if it does not exist, or is forgotten."""
         (job,) = await self._session.storage.get(self.name, [clean_id(id)])
-        return None if job is None else self._info(job)
+        return None if job is None else info_of(self._session, self.name, job)
 
     async def get_many(self, ids: Iterable[str | bytes]) -> list[JobInfo | None]:
         """Return the present states of many jobs, in the order of the ids; None for a job that does not exist. At most
         250 are read in one step."""
         found = await self._in_batches(ids, partial(self._session.storage.get, self.name))
-        return [None if job is None else self._info(job) for job in found]
+        return [None if job is None else info_of(self._session, self.name, job) for job in found]
 
     @overload
     async def result(self, id: str | bytes, *, type: type[R], wait: Seconds | None = DEFAULT_WAIT_S) -> R: ...
@@ -325,7 +271,7 @@ class Queue:
         while True:
             page = await self._session.storage.scan(self.name, state=wanted, after=after)
             for job in page.jobs:
-                yield self._info(job)
+                yield info_of(self._session, self.name, job)
             after = page.after
             if after is None:
                 return

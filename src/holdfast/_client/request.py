@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 from msgspec.structs import replace
 
 from holdfast._client import familiar, waiters
+from holdfast._client.info import JobInfo, info_of
 from holdfast._client.session import Session
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
@@ -243,6 +244,11 @@ class Handle(Generic[R_co]):
         """Return the state of the job; None if it does not exist, or is forgotten."""
         (job,) = await self._session.storage.get(self.queue, [self.id])
         return None if job is None else job.state
+
+    async def info(self) -> JobInfo | None:
+        """Return the stored state of the job, as `queue.get` does; None if it does not exist, or is forgotten."""
+        (job,) = await self._session.storage.get(self.queue, [self.id])
+        return None if job is None else info_of(self._session, self.queue, job)
 
     async def cancel(self) -> CancelResult:
         """Cancel the job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""

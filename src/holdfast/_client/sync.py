@@ -145,6 +145,7 @@ class SyncHandle(Blocking[Handle[R_co]], mirrors=Handle):
         return run(self._session, lambda: self._source.result(wait=wait))
 
     state = blocking(Handle[Any].state)
+    info = blocking(Handle[Any].info)
     cancel = blocking(Handle[Any].cancel)
     events = iterating(Handle[Any].events)
 

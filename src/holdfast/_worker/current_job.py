@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast._core import failure
 from holdfast._core.jobs import Job
+from holdfast._core.options import Seconds, to_ms
 from holdfast._core.retry_policy import StopReason, TimedOut
 from holdfast._core.type_hooks import WITHOUT_HOOKS
 from holdfast.errors import HoldfastError, PayloadRejected
@@ -26,7 +27,8 @@ class CurrentJob:
 
     __slots__ = (
         *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
-        *("_report", "report_wait", "stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
+        *("_report", "report_timeout", "report_wait"),
+        *("stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
     )
 
     def __init__(self, queue: str, job: Job, report: Callable[[bytes], None], resources: object = None) -> None:
@@ -54,6 +56,8 @@ class CurrentJob:
         self.timed_out: TimedOut | None = None
         """How the run ends if its time is over, with the stack that it had then."""
         self._report = report
+        self.report_timeout: Callable[[int], None] | None = None
+        """Takes milliseconds, on any thread: the run asks for this much time from now on."""
         self.report_wait: Callable[[str, int], None] | None = None
         """Takes a queue and 1 or -1, on any thread: the run begins or ends a wait for one of its jobs."""
 
@@ -67,6 +71,12 @@ class CurrentJob:
             what = f"progress of job {self.id!r:.80}"
             raise PayloadRejected(f"{what} has {len(data)} bytes: at most {MAX_PROGRESS_BYTES} are allowed")
         self._report(data)
+
+    def extend_timeout(self, seconds: Seconds) -> None:
+        """Let this run take `seconds` from now on, if its timeout would stop it earlier. Call it before that."""
+        limit_ms = to_ms("seconds", seconds, 1)
+        if self.report_timeout is not None:
+            self.report_timeout(limit_ms)
 
     def __repr__(self) -> str:
         return f"<job {self.id!r} of {self.queue}, attempt {self.attempt}>"

@@ -70,8 +70,8 @@ class Run:
     """A job that this worker has leased. Only the worker's event loop writes these fields; the heartbeat reads some."""
 
     __slots__ = (
-        *("config", "done", "given_up", "held", "host", "isolated", "job", "key", "lease", "overdue", "queue"),
-        *("stack", "started_at", "stopping", "timers", "times_out_at", "waits_for"),
+        *("config", "done", "given_up", "held", "host", "isolated", "job", "key", "lease", "limit_ms", "overdue"),
+        *("queue", "stack", "started_at", "stopping", "timers", "times_out_at", "waits_for"),
     )
 
     def __init__(self, config: QueueConfig, job: Job, claimed_at: float) -> None:
@@ -96,6 +96,8 @@ class Run:
         self.given_up = False
         """Whether it does not stop and cannot be killed."""
         self.times_out_at = NEVER
+        self.limit_ms: int | None = None
+        """The timeout for the error of the run; None if it has none, or has extended it."""
         self.waits_for: set[str] | None = None
         """Queues for whose jobs the run waits; None if it has never waited."""
         self.timers: list[asyncio.TimerHandle] = []
@@ -188,9 +190,9 @@ class Executor(ABC):
         run.host, run.started_at = host, loop.time()
         self._runs.add(run)
         self._capacity.started(run.queue, host)
-        limit_ms = timeout_ms(run.job, run.config.policy)
-        if limit_ms is not None:
-            run.times_out_at = run.started_at + limit_ms / 1000
+        run.limit_ms = timeout_ms(run.job, run.config.policy)
+        if run.limit_ms is not None:
+            run.times_out_at = run.started_at + run.limit_ms / 1000
             if self._next_timeout is None or run.times_out_at < self._next_timeout.when():
                 self._check_timeouts_at(run.times_out_at)
 
@@ -212,6 +214,12 @@ class Executor(ABC):
         """A run has new progress, for the next heartbeat. Called on any thread."""
         run.lease.progress = progress
         self._context.heartbeat.nudge()
+
+    def extended(self, run: Run, limit_ms: int) -> None:
+        """A run asks for this much time from now on. The timer of its former end finds that it may go on."""
+        if run.times_out_at < NEVER:
+            run.times_out_at = max(run.times_out_at, asyncio.get_running_loop().time() + limit_ms / 1000)
+            run.limit_ms = None
 
     def waits(self, run: Run, queue: str, begins: bool) -> None:
         """A run begins or ends to wait for jobs of a queue. It lends its capacity to them meanwhile."""
@@ -297,7 +305,7 @@ class Inline(Executor):
     ) -> None:
         super().__init__()
         self._find_application = application
-        self.runner: Runner[Run] = Runner(handlers, hooks, MAX_THREADS, self.finished, self.progressed, self.waits)
+        self.runner: Runner[Run] = Runner(handlers, hooks, MAX_THREADS, self)
 
     @property
     def configs(self) -> list[QueueConfig]:
@@ -336,6 +344,5 @@ class Inline(Executor):
             "it keeps its lease until it ends" if keeps else "abandoned, it may overlap with its next run",
         )
         if run.held and not keeps:
-            limit_ms = timeout_ms(run.job, run.config.policy)
-            ended = timed_out(limit_ms, run.stack) if run.stopping == "timeout" else Stopped("shutdown")
+            ended = timed_out(run.limit_ms, run.stack) if run.stopping == "timeout" else Stopped("shutdown")
             self._context.settler.decide(run, ended)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -356,6 +356,7 @@ def _changed(ended: Returned | Raised | TimedOut, execution: Execution, handler:
 
 
 K = TypeVar("K")
+K_contra = TypeVar("K_contra", contravariant=True)
 
 
 class _Going(NamedTuple):
@@ -366,31 +367,40 @@ class _Going(NamedTuple):
     current: CurrentJob
     run: Coroutine[Any, Any, Ended]
     limit_ms: int | None
+    """The timeout for the error of the run; None if it has none, or has extended it."""
+
+
+class RunReports(Protocol[K_contra]):
+    """What takes the reports of a `Runner`. Each names the key that its run was started with."""
+
+    def finished(self, key: K_contra, ended: Ended, /) -> None: ...
+    def progressed(self, key: K_contra, progress: bytes, /) -> None:
+        """Called on any thread."""
+
+    def waits(self, key: K_contra, queue: str, begins: bool, /) -> None:
+        """A run begins or ends to wait for jobs of a queue."""
+
+    def extended(self, key: K_contra, limit_ms: int, /) -> None:
+        """A run asks for this much time from now on."""
 
 
 class Runner(Generic[K]):
-    """Calls handlers. It reports the end and the progress of a run with the key that the run was started with. Progress
-    may be reported on any thread."""
+    """Calls handlers, and reports what becomes of their runs."""
 
     def __init__(
         self,
         handlers: Iterable[Handler],
         hooks: AppHooks,
         threads: int,
-        finished: Callable[[K, Ended], None],
-        progressed: Callable[[K, bytes], None],
-        waits: Callable[[K, str, bool], None],
+        reports: RunReports[K],
         wrap: Callable[[K, Coroutine[Any, Any, Ended]], Coroutine[Any, Any, Ended]] | None = None,
     ) -> None:
-        """`waits` is called when a run begins (True) or ends to wait for jobs of a queue. `wrap` returns the coroutine
-        to execute instead of that of a run."""
+        """`wrap` returns the coroutine to execute instead of that of a run."""
         self.resources: object = None
         """The value of the app's lifespan."""
         self.handlers = {handler.queue: handler for handler in handlers}
         self._hooks = hooks
-        self._report_end = finished
-        self._report_progress = progressed
-        self._report_wait = waits
+        self._reports = reports
         self._wrap = wrap
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, _Going] = {}
@@ -406,8 +416,9 @@ class Runner(Generic[K]):
 
     def start(self, key: K, queue: str, job: Job) -> None:
         handler = self.handlers[queue]
-        current = CurrentJob(handler.queue, job, partial(self._report_progress, key), self.resources)
-        current.report_wait = partial(self._wait_changed, key)
+        current = CurrentJob(handler.queue, job, partial(self._reports.progressed, key), self.resources)
+        current.report_wait = partial(self._call_on_loop, key, self._count_wait)
+        current.report_timeout = partial(self._call_on_loop, key, self._extend_timeout)
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
         self._loop_thread = self._loop_thread or threading.get_ident()
@@ -441,21 +452,27 @@ class Runner(Generic[K]):
         """End the threads that are idle now, and the others when their runs end."""
         self._threads.shutdown(wait=False)
 
-    def _wait_changed(self, key: K, queue: str, change: int) -> None:
-        """A run begins (1) or ends (-1) a wait for a job of a queue. Called on any thread."""
+    def _call_on_loop(self, key: K, function: Callable[..., None], *args: Any) -> None:
+        """Call a function with the key of a run on its loop. Called on any thread."""
         going = self._going.get(key)  # One step: the loop removes the run when it ends.
         if going is not None:
             with suppress(RuntimeError):  # The loop has closed.
-                going.task.get_loop().call_soon_threadsafe(self._count_wait, key, queue, change)
+                going.task.get_loop().call_soon_threadsafe(function, key, *args)
+
+    def _extend_timeout(self, key: K, limit_ms: int) -> None:
+        if key in self._going:
+            self._going[key] = self._going[key]._replace(limit_ms=None)
+            self._reports.extended(key, limit_ms)
 
     def _count_wait(self, key: K, queue: str, change: int) -> None:
+        """A run begins (1) or ends (-1) a wait for a job of a queue."""
         if key not in self._going:
             return  # The run has ended: what waits is a task that it has left behind.
         waits = self._waits.setdefault(key, Counter())
         before = waits[queue]
         waits[queue] += change
         if before == 0 or waits[queue] == 0:
-            self._report_wait(key, queue, before == 0)
+            self._reports.waits(key, queue, before == 0)
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         going = self._going.pop(key)
@@ -465,4 +482,4 @@ class Runner(Generic[K]):
         else:
             error = task.exception()
             ended = task.result() if error is None else raised(error, going.current, going.job, RetryRules())
-        self._report_end(key, ended)
+        self._reports.finished(key, ended)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from holdfast._core.applications import compare_applications
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
-from holdfast._core.retry_policy import timeout_ms
 from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.notes import ANSWER_MS, TASK_MS, TASK_NOTE, question_for, read_question
 from holdfast._worker.telemetry import worker_facts
@@ -310,10 +309,9 @@ class Heartbeat:
         """Whether to extend the lease of a run. A run that is long past its timeout loses it, even if the loop is
         blocked and cannot stop the run; an exclusive run keeps it until it ends."""
         policy = run.config.policy
-        limit_ms = timeout_ms(run.job, policy)
-        if limit_ms is None or policy.exclusive or run.done or run.started_at is None:
+        if policy.exclusive or run.done:
             return True
-        ends_at = run.started_at + (limit_ms + policy.cancel_grace_ms + self._lease_ms) / 1000
+        ends_at = run.times_out_at + (policy.cancel_grace_ms + self._lease_ms) / 1000
         return asyncio.get_running_loop().time() < ends_at + self._context.executor.kill_allowance_s
 
     def _kill_unsure_runs(self) -> None:

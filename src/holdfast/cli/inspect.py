@@ -12,7 +12,8 @@ import click
 import msgspec
 
 from holdfast._client.app import Holdfast
-from holdfast._client.queue import PULL_PREFIX, JobInfo
+from holdfast._client.info import JobInfo
+from holdfast._client.queue import PULL_PREFIX
 from holdfast._client.stats import AppStats, Stats
 from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason, timeout_ms
+from holdfast._core.retry_policy import Crashed, Ended, Raised, Stopped, StopReason
 from holdfast._worker import handler
 from holdfast._worker.endings import timed_out
 from holdfast._worker.executor import Run, wait_until
@@ -289,6 +289,9 @@ class ChildHandle:
                 case messages.Progress(number, progress):
                     if number in self.runs:
                         self._pool.progressed(self.runs[number], progress)
+                case messages.ExtendTimeout(number, limit_ms):
+                    if number in self.runs:
+                        self._pool.extended(self.runs[number], limit_ms)
                 case messages.Waits(number, queue, begins):
                     if number in self.runs:
                         self._pool.waits(self.runs[number], queue, begins)
@@ -330,7 +333,7 @@ def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun:
         return Stopped("not_started")
     if run.stopping == "timeout":
         innocent = blamed is not None and blamed.overdue and blamed is not run
-        return Stopped("neighbour") if innocent else timed_out(timeout_ms(run.job, run.config.policy), run.stack)
+        return Stopped("neighbour") if innocent else timed_out(run.limit_ms, run.stack)
     if run.stopping is not None:
         return Stopped(run.stopping)
     return Stopped("neighbour") if killed else Crashed(error)

@@ -76,15 +76,7 @@ class ChildRuntime:
         self._parts = parts = app_parts(app)
         self._leaving = asyncio.Event()
         self._channel: ChildChannel[ToChild] = ChildChannel(ToChild, self)
-        self._runner = Runner(
-            parts.handlers,
-            parts.hooks,
-            MAX_THREADS,
-            self.finished,
-            self.progressed,
-            self.waits,
-            partial(_probed, probe),
-        )
+        self._runner = Runner(parts.handlers, parts.hooks, MAX_THREADS, self, partial(_probed, probe))
         self._runner.check()
         self._hooks = HookDispatcher(parts.on_event, parts.hooks.report_error, on_threads=True)
 
@@ -154,6 +146,10 @@ class ChildRuntime:
     def waits(self, number: int, queue: str, begins: bool) -> None:
         """A run begins or ends to wait for jobs of a queue."""
         self._channel.send(messages.Waits(number, queue, begins))
+
+    def extended(self, number: int, limit_ms: int) -> None:
+        """A run asks for this much time from now on."""
+        self._channel.send(messages.ExtendTimeout(number, limit_ms))
 
     def progressed(self, number: int, progress: bytes) -> None:
         """A run has new progress. Called on any thread."""

@@ -134,6 +134,13 @@ class Waits(Message, frozen=True):
     begins: bool
 
 
+class ExtendTimeout(Message, frozen=True):
+    """A run asks for this much time from now on."""
+
+    number: int
+    limit_ms: int
+
+
 class Progress(Message, frozen=True):
     number: int
     progress: bytes
@@ -145,7 +152,7 @@ class Pong(Message, frozen=True):
 
 
 ToChild = Start | Stop | ShowStack | Ping | Happened | HookError | Leave
-FromChild = Hello | Broken | Finished | Refused | Stack | Waits | Progress | Pong
+FromChild = Hello | Broken | Finished | Refused | Stack | Waits | ExtendTimeout | Progress | Pong
 
 M = TypeVar("M")
 V = TypeVar("V", Job, RunEvent)
