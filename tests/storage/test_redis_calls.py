@@ -290,6 +290,12 @@ async def test_queue_dropped_by_another_client_is_listed_when_recreated(stage: S
 # Servers
 
 
+async def test_servers_load_the_library_as_functions(stage: Stage, saboteur: RedisSaboteur) -> None:
+    saboteur.command("FUNCTION", "FLUSH")
+    await stage.enqueue("a")
+    assert len(saboteur.command("FUNCTION", "LIST")) == 1
+
+
 async def test_flushed_script_is_loaded_again(stage: Stage, saboteur: RedisSaboteur) -> None:
     await stage.enqueue("a")
     for kind in ("SCRIPT", "FUNCTION"):

@@ -29,12 +29,10 @@ for flags = MARK, MARK + LONG + CUSTOM_ID + PAYLOAD + FINISHED + TERMS do
   SHORT[flags] = not LIVE[flags] and flags % 2 ~= LONG
 end
 
--- The flags of a completed record, as a byte, by those of a plain record without TERMS.
+-- The flags of a completed record, by those of a plain record without TERMS.
 local COMPLETED_FLAGS = {}
-for flags in pairs(PLAIN) do
-  if PLAIN[flags] and flags < MARK + FINISHED then
-    COMPLETED_FLAGS[flags] = string.char(MARK + FINISHED + (flags % (2 * CUSTOM_ID) >= CUSTOM_ID and CUSTOM_ID or 0))
-  end
+for flags = MARK, MARK + FINISHED - 1 do
+  COMPLETED_FLAGS[flags] = PLAIN[flags] and MARK + FINISHED + (flags % (2 * CUSTOM_ID) >= CUSTOM_ID and CUSTOM_ID or 0)
 end
 
 local NO_RETRIES = '\0\0\0\0'
@@ -154,7 +152,7 @@ function fast.complete_alike(tx, id, raw, head, codec)
   end
   local jobs, ended, left, entered = form.jobs, form.ended, form.left, form.entered
   local size = #jobs
-  jobs[size + 1], jobs[size + 2] = id, completed_flags .. sub(raw, PRIORITY_AT, HEAD_BYTES) .. form.before
+  jobs[size + 1], jobs[size + 2] = id, string.char(completed_flags) .. sub(raw, PRIORITY_AT, HEAD_BYTES) .. form.before
     .. string.reverse(sub(raw, GENERATION_AT, GENERATION_END)) .. sub(head, SETTLED_FENCE_AT, SETTLED_FENCE_END) .. form.after
   size = #entered
   entered[size + 1], entered[size + 2] = form.score, id
