@@ -33,7 +33,7 @@ MORE_CPU = 1.6
 """Times what it was. Up to 1.2 times was seen, idle and beside four busy loops."""
 MORE_BYTES = 0.5
 """What looking at the server adds, which is a part of what is counted."""
-BY_TIME = frozenset({"announce", "extend", "layout", "ready", "sweep"})
+BY_TIME = frozenset({"announce", "extend", "layout", "read_notes", "ready", "sweep", "workers", "write_notes"})
 """Verbs that a worker calls at intervals or once, independent of the number of jobs."""
 VERB = re.compile(r'"FCALL" "\w+" "\d+" "[^"]*" "(\w+)"')
 
