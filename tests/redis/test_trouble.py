@@ -652,7 +652,7 @@ async def test_a_queue_of_a_newer_layout_is_refused_by_every_verb_and_left_alone
     ],
 )
 def test_invalid_url_is_refused_without_showing_its_password(url: str) -> None:
-    with pytest.raises(OptionError, match=r"127\.0\.0\.1") as caught:
+    with pytest.raises(OptionError, match=r"127\.0\.0\.1|://\*\*\*") as caught:
         connect(url.replace("://", f"://u:{SECRET}@"))
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 

@@ -82,7 +82,7 @@ async def test_poison_job_fails_after_its_stalls_and_nine_other_jobs_complete(sc
         assert await scene.app.queue("innocent").result(str(number), wait=20) == "alive"
         assert await counts(scene, "innocent", str(number)) == (2, 0, 0, 3)
     (reported,) = await scene.noted("reported")
-    assert (reported["failed"], reported["kind"], reported["stalls"]) == ("p", "stall", 3)
+    assert (reported["failed"], reported["kind"], reported["stalls"]) == ("p", "stall", 4)
     assert not neighbours_of_suspects(scene)
     assert worker.process.poll() is None
 
