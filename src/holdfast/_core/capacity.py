@@ -180,7 +180,8 @@ class Capacity:
             host = self.hosts.get(number)
             if host is not None:
                 host.reserved -= size
-                if host.takes and host.free + host.lent >= size:  # Other claims may have units that are lent.
+                # Other claims may have units that are lent.
+                if host.takes and (host.free >= size or host.free + host.lent >= size):
                     return number
         hosts = ((host.free_for(load), -number) for number, host in self.hosts.items() if host.takes)
         fits = [place for place in hosts if place[0] >= size]
