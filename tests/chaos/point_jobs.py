@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,10 @@ def surround(app: Holdfast[Any]) -> None:
     @app.middleware
     async def through(job: Any, proceed: Callable[[], Awaitable[Any]]) -> Any:
         return await proceed()
+
+    @app.around
+    def enclose(job: Any) -> nullcontext[None]:
+        return nullcontext()  # It can be entered with and without await.
 
     @app.after_execution
     async def seen(execution: Any) -> None:
@@ -472,10 +476,16 @@ async def operate(program: Program) -> None:
         await program.step(queue.resume)
         await program.step(queue.stats)
         await program.step(lambda: queue.get("later-1"))
+        await program.step(lambda: queue.get_many(["later-1"]))
+        if later is not None:
+            await program.step(later.info)
         await program.step(lambda: queue.keep("later-1", DAY_S))
+        await program.step(lambda: queue.keep_many(["later-1"], DAY_S))
         await program.step(lambda: _listed(queue))
         await program.step(lambda: queue.cancel("later-1"))
         await program.step(lambda: queue.retry("later-1"))
+        await program.step(lambda: queue.cancel_many(["later-1"]))
+        await program.step(lambda: queue.retry_many(["later-1"]))
         await program.step(queue.repair)
         await program.step(lambda: queue.repair(dry_run=True))
         await program.step(lambda: program.app.evict("nobody"))
