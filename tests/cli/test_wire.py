@@ -253,7 +253,7 @@ async def test_operator_verbs_written_as_on_the_wire_page_work(
     assert call("pause", 1, "1", "by hand") == 0
     assert (await queue.stats()).reason == "by hand"
     stats = call("stats", "")
-    assert (stats[1], stats[4], stats[8], len(stats[10])) == (1, [1, 0, 0, 1], 1, 15)
+    assert (stats[1], stats[4], stats[8], len(stats[10])) == (1, [1, 0, 0, 1, 0], 1, 15)
     marked, back, deleted, more, _ = call("sweep", 1, "100", "w")
     assert (marked, back, deleted, more) == ([], [b"run"], 0, 0)
     assert call("purge", 1, "100", "145") == 3

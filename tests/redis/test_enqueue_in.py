@@ -28,7 +28,7 @@ from tests.servers import Server
 from tests.storage import keyspace
 from tests.storage.stage import Stage, heard
 
-MOST_BYTES = 52_000
+MOST_BYTES = 57_000
 """How much a transaction may have to carry for each call."""
 
 
