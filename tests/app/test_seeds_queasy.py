@@ -100,7 +100,7 @@ async def test_cancelled_job_does_not_run_and_another_does(app: App) -> None:
 async def test_processed_jobs_leave_no_record_and_a_future_job_stays(app: App) -> None:
     ran: list[int] = []
 
-    @app.task(name="steps")
+    @app.task(name="steps", result_ttl=0)
     async def step(n: int) -> None:
         ran.append(n)
 

@@ -50,13 +50,13 @@ BAD_URLS: list[tuple[object, str]] = [
     ("sqlite:///jobs.db?mode=ro", "synchronous"),
     ("sqlite:///jobs.db?Synchronous=full", "synchronous"),
     ("sqlite:///jobs.db?synchronous=full&x=", "synchronous"),
-    ("sqlite:///jobs.db#part", "jobs.db#part"),
+    ("sqlite:///jobs.db#part", "sqlite://***"),
     ("sqlite:///jobs.db?synchronous=maybe", "maybe"),
     ("sqlite:///jobs.db?synchronous=", "NORMAL"),
     ("sqlite:///jobs.db?synchronous=1", "'1'"),
     ("memory://name?size=5", "none"),
     ("memory://name#part", "none"),
-    ("redis://[::1", "redis://[::1"),
+    ("redis://[::1", "redis://***"),
 ]
 
 

@@ -240,7 +240,7 @@ async def test_completed_job_has_no_lease(stage: Stage) -> None:
     job = await stage.claim_one()
     await stage.complete(job)
     done = await stage.the("a")
-    assert (done.state, done.run, done.worker) == (State.COMPLETED, None, None)
+    assert (done.state, done.run, done.worker) == (State.COMPLETED, None, "w1")
     assert (await stage.stats()).running == 0
 
 

@@ -45,7 +45,8 @@ JOB = Job(
 def test_no_field_of_the_example_has_its_default() -> None:
     for value in (JOB, WORK):
         fields = msgspec.structs.fields(value)
-        assert [field.name for field in fields if getattr(value, field.name) == field.default] == []
+        unset = [field.name for field in fields if getattr(value, field.name) == field.default]
+        assert unset in ([], ["skew"])  # Readers add the skew to a record: rows have none.
 
 
 def test_every_field_of_a_record_comes_back_from_its_row() -> None:
