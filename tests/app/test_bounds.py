@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,12 @@ App = Holdfast[Any]
 MakeApp = Callable[..., App]
 
 # Memory
+
+
+RATES = pytest.mark.skipif(
+    "HOLDFAST_RATES" not in os.environ,
+    reason="compares rates: set HOLDFAST_RATES=1 on a machine that does nothing else",
+)
 
 
 def workers_in_memory() -> int:
@@ -124,6 +131,7 @@ async def rate(app: App, queues: int) -> float:
     return best
 
 
+@RATES
 @pytest.mark.suite("slow")
 @pytest.mark.storages("memory")
 async def test_worker_of_4000_queues_has_half_the_rate_of_100(app: App, make_app: MakeApp) -> None:
@@ -132,6 +140,7 @@ async def test_worker_of_4000_queues_has_half_the_rate_of_100(app: App, make_app
         assert await rate(other, 4_000) > few / 2
 
 
+@RATES
 @pytest.mark.suite("slow")
 @pytest.mark.storages("sqlite")
 async def test_short_leases_of_many_ready_queues_do_not_expire(app: App) -> None:
