@@ -84,7 +84,7 @@ class ChildHandle:
         self._kill_pending_at: float | None = None
         """When a run of this child first failed to stop."""
         self._stack_for: dict[int, Callable[[str], None]] = {}
-        """Takes the stack of a run for which somebody has asked, by the number of the run."""
+        """Takes the stack of a run that a command asked for, by the number of the run."""
         self._stacks_until = 0.0
         """Until when the child, which is to be killed, may dump its stacks."""
         self._leaving = False
@@ -340,7 +340,7 @@ def _ended_with_process(run: Run, error: JobError, blamed: Run | None, *, begun:
 
 
 def _ignore(stack: str) -> None:
-    """Nobody has asked for this stack."""
+    """This stack was not asked for."""
 
 
 def _now() -> float:

@@ -113,7 +113,7 @@ function fast.complete_plain(tx, id, raw)
   record_event(tx, KIND.COMPLETED, id, listened_to(tx) and unpack_from('>I8', raw, GENERATION_AT) or 0, 0, '')
 end
 
--- Whether a sweep can delete a record without decoding it: a finished one without LONG, which nobody waits for.
+-- Whether a sweep can delete a record without decoding it: a finished one without LONG, which has no waiter.
 function fast.forgets(raw, run, state, now)
   return FAST and raw and not run and SHORT[byte(raw)] and #raw > FORGOTTEN_END
     and byte(raw, OUTCOME_AT) == state and (state == BRIEF or unpack_from('<I8', raw, FORGOTTEN_AT) <= now)
