@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from holdfast._core.options import (
     MAX_COUNT,
     MAX_WAIT_S,
     Backoff,
+    Delays,
     ErrorTypes,
     Expires,
     HandlerOptions,
@@ -100,7 +101,7 @@ def task_options() -> str:
             option.name,
             default_of(option, TaskOptions),
             default_of(option, HandlerOptions) if option in options_of(HandlerOptions) else "",
-            value_of(option),
+            value_of(option, TaskOptions),
             option.help,
         )
         for option in options_of(TaskOptions)
@@ -114,7 +115,7 @@ def request_options() -> str:
         (
             option.name,
             "the task's" if option in options_of(TaskOptions) else default_of(option, UsingOptions),
-            value_of(option),
+            value_of(option, UsingOptions),
             option.help,
         )
         for option in options_of(UsingOptions)
@@ -125,7 +126,7 @@ def request_options() -> str:
 def pull_options() -> str:
     """The options of a queue that is pulled from."""
     rows = [
-        (option.name, default_of(option, PullOptions), value_of(option), option.help)
+        (option.name, default_of(option, PullOptions), value_of(option, PullOptions), option.help)
         for option in options_of(PullOptions)
     ]
     return option_table(["option", "default", "value", "meaning"], rows)
@@ -147,8 +148,8 @@ def default_of(option: Option, place: type[Any]) -> str:
     return f"{default:,g} s" if option.is_length else f"{default:,}"
 
 
-def value_of(option: Option) -> str:
-    """What an option takes. The usual bounds, which the page gives once, are left out."""
+def value_of(option: Option, place: type[Any]) -> str:
+    """What an option takes in the place of this TypedDict. The usual bounds, given once on the page, are left out."""
     least, most = option.bounds
     if option.name == "wait":
         return f"seconds, up to {MAX_WAIT_S:,}; None for no limit"
@@ -163,11 +164,12 @@ def value_of(option: Option) -> str:
         ErrorTypes: "exception class, or a tuple of them",
         Expires: "seconds, or an aware `datetime`",
         bool: "True or False",
-        Backoff: "seconds, or a list of seconds. A task also takes a function",
+        Backoff: "seconds, a list of seconds, or a function",
+        Delays: "seconds, or a list of seconds",
         OnConflict: '`"keep"`, `"update"`, `"raise"` or `Update`',
     }
     named: dict[Any, str] = {datetime: "aware `datetime`", str: "text", str | bytes: "text or bytes"}
-    return {**special, **named}[option.type]
+    return {**special, **named}[get_type_hints(place)[option.name]]
 
 
 def planted() -> str:

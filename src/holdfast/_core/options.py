@@ -207,10 +207,15 @@ RESULT_TTL = "3,600 s; 300 s if there is no result and no chosen id"
 
 _ROWS = [
     _row("name", "Name of the queue.", default_text="`module.function`"),
-    _row("unique", "Template or function for the id. A second request with this id is a duplicate and does not run."),
+    _row(
+        "unique",
+        'Template such as "sync:{user}", or function, that makes the id from the arguments. '
+        "A second request with this id is a duplicate and does not run.",
+    ),
     _row(
         "singleton",
-        "Template or function for the id. A second request with this id replaces a waiting request. "
+        'Template such as "sync:{user}", or function, that makes the id from the arguments. '
+        "A second request with this id replaces a waiting request. "
         "If the job runs, it runs again afterwards.",
     ),
     _row("id", "Id of the job in its queue, 1 to 512 bytes.", default_text="a new one"),
@@ -223,7 +228,7 @@ _ROWS = [
     _row("run_at", "Time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.", default_text="now"),
     _row(
         "expires",
-        "Time after which the job does not start any more, but fails: seconds after it is due, or a point in time.",
+        "After this time the job fails instead of starting. Seconds after the job is due, or a point in time.",
         default_text="never",
         least=0.001,
         most=MAX_MS // 1000,
@@ -245,7 +250,7 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "After a job has completed: how long a new request with its id gets the old result and does not run.",
+        "For this time after a job has completed, a new request with its id does not run: it gets the old result.",
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
