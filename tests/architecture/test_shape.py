@@ -23,7 +23,7 @@ BUDGETS = {
     "_worker": 4_260,
     "storage": 9_260,
     "storage/conformance": 3_360,
-    "cli": 2_230,
+    "cli": 2_410,
     "": 370,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast import Holdfast, Lease
+from holdfast._core.extension import BACKOFF, numbers_in
 from holdfast._core.jobs import Job
 from holdfast._core.options import from_at
 from holdfast._core.retry_policy import expires_at
@@ -35,13 +36,16 @@ async def take(app: Holdfast[Any], queue: str = "emails", **options: Any) -> Lea
 
 async def test_every_option_of_enqueue_reaches_the_job(run: Run, app: Holdfast[Any]) -> None:
     words = ["enqueue", "emails", '{"to": "ada"}', "--id", "one", "--priority", "9", "--timeout", "2.5", "--json"]
-    told = run(*words, "--delay", "3600", "--expires", "60")
+    told = run(*words, "--delay", "3600", "--expires", "60", "--backoff", "5,1m")
     assert (told.status, told.err) == (0, "")
     job = await record(app, "emails", "one")
     assert told.json == {"placed": "new", "id": "one", "queue": "emails", "generation": job.generation}
     assert (job.work.payload, job.work.priority, job.work.timeout_ms) == (b'{"to":"ada"}', 9, 2500)
     assert from_at(job.run_at) - from_at(job.generation) == timedelta(hours=1)
     assert expires_at(job) == job.generation + 3_660_000_000
+    assert numbers_in(job.work.extension, BACKOFF) == (5_000, 60_000)
+    wrong = run("enqueue", "emails", "1", "--backoff", "5,soon")
+    assert (wrong.status, "'soon' is not a length of time" in wrong.err) == (2, True)
     told = run("enqueue", "emails", "null", "--no-template", "--run-at", "2099-01-31T08:00:00+01:00")
     placed, id = told.out.split()
     assert (told.status, placed) == (0, "new")

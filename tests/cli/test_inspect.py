@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import inspect
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ import pytest
 
 from holdfast import Holdfast, Lease
 from holdfast._core.jobs import Request, Work
+from holdfast.cli.inspect import jobs as jobs_command
 from tests.app.conftest import Place
 from tests.cli.conftest import PROGRAM, Result, Run, harmless, until
 
@@ -206,6 +208,55 @@ async def test_jobs_are_listed_by_state_up_to_the_limit(run: Run, app: Holdfast[
     assert (none.status, none.out) == (0, "no cancelled jobs in emails\n")
     assert all("secret" not in each.out for each in (all_of_them, failed, two))
     assert await lease.release()
+
+
+async def test_jobs_of_all_queues_or_of_a_pattern_have_their_queue(run: Run, app: Holdfast[Any]) -> None:
+    for name in ("pages.a", "pages.b", "other"):
+        await app.queue(name).enqueue(None, id=f"failed-{name}")
+        lease = await app.queue(name).lease(wait=0)
+        assert lease is not None
+        await lease.fail("no")
+        await app.queue(name).enqueue(None)
+    failed, pages, limited, as_json, none, unknown = run.each(
+        ["jobs", "--state", "failed"],
+        ["jobs", "pages.*", "--state", "failed"],
+        ["jobs", "--limit", "5"],
+        ["jobs", "pages.*", "other", "--state", "failed", "--json"],
+        ["jobs", "--state", "running"],
+        ["jobs", "nothing.*"],
+    )
+    assert [cells(line)[:2] for line in failed.lines[1:]] == [
+        [name, f"failed-{name}"] for name in ("other", "pages.a", "pages.b")
+    ]
+    assert [cells(line)[0] for line in pages.lines] == ["queue", "pages.a", "pages.b"]
+    assert (len(limited.lines), limited.lines[-1].startswith("… more jobs exist: use --limit 10, or")) == (7, True)
+    assert [json.loads(line)["queue"] for line in as_json.lines] == ["other", "pages.a", "pages.b"]
+    assert (none.status, none.out) == (0, "no running jobs in any queue\n")
+    assert unknown.says_no(1, "no queue matches 'nothing.*'")
+
+
+@pytest.mark.storages("sqlite")
+async def test_jobs_of_one_state_read_only_the_queues_that_have_some(
+    app: Holdfast[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(5):
+        await app.queue(f"busy-{number}").enqueue(None)
+    scanned: list[str] = []
+    scan = app.storage.scan
+
+    async def counted(queue: str, **options: Any) -> Any:
+        scanned.append(queue)
+        return await scan(queue, **options)
+
+    monkeypatch.setattr(app.storage, "scan", counted)
+    assert jobs_command.callback is not None
+    jobs: Any = inspect.unwrap(jobs_command.callback)
+    listed = {"running": False, "older": None, "as_json": False}
+    await jobs(app, (), state="failed", limit=50, **listed)
+    assert scanned == []
+    await jobs(app, (), state="waiting", limit=1, **listed)
+    assert scanned == ["busy-0", "busy-1"]
+    assert "more jobs exist" in capsys.readouterr().out
 
 
 @pytest.mark.storages("sqlite")

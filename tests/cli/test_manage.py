@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from holdfast import CancelResult, Holdfast, State
+from holdfast.cli.common import batches_of_ids
 from tests import servers
 from tests.cli.running import Edge, edge_on, ended, on_both, run
 from tests.worker.conftest import until
@@ -79,11 +80,81 @@ async def test_retry_restarts_the_given_jobs_or_with_all_every_failed_one(storag
         assert (await edge.run("retry", "q", "stopped")).lines == ["enqueued again: stopped", AGAIN]
 
 
+@on_both
+async def test_cancel_by_state_and_pattern_stops_more_jobs_than_one_step(storage: str, tmp_path: Path) -> None:
+    async with edge_on(storage, tmp_path) as edge:
+        pages, other = edge.app.queue("pages.a"), edge.app.queue("other")
+        await edge.app.enqueue_many(pages.bind(None) for _ in range(2 * MANY))
+        await edge.app.queue("pages.b").enqueue(None)
+        await other.enqueue(None)
+        lease = await pages.lease(wait=0)
+        assert lease is not None
+        no, unclear = await asyncio.gather(
+            edge.run("cancel", "pages.*", "--all", given="n\n"), edge.run("cancel", "nothing.*", "--all", "--yes")
+        )
+        assert (no.status, no.out) == (1, "Cancel all waiting and running jobs of pages.*? [y/N]: ")
+        assert (unclear.status, unclear.err.startswith("holdfast: no queue matches 'nothing.*'")) == (1, True)
+        waiting = await edge.run("cancel", "pages.*", "--state", "waiting", "--yes")
+        assert waiting == (0, f"{2 * MANY} jobs cancelled\n", "")
+        assert await lease.extend()
+        assert not lease.cancel_asked
+        everything = await edge.run("cancel", "pages.*", "--all", given="y\n")
+        assert everything.out.endswith("0 jobs cancelled, 1 asked to stop\n")
+        assert await lease.extend()
+        assert lease.cancel_asked
+        assert (await other.stats()).ready == 1
+        await lease.release()
+        again = await edge.run("retry", "pages.*", "--state", "cancelled")
+        assert again == (0, f"{2 * MANY + 1} jobs enqueued again\n{AGAIN}\n", "")
+
+
+@on_both
+async def test_retry_all_takes_each_failure_once_while_jobs_fail_again(storage: str, tmp_path: Path) -> None:
+    async with edge_on(storage, tmp_path) as edge:
+        queue = edge.app.queue("q")
+        await failed(edge, "a", "b")
+        until_at = (await edge.app.stats()).now
+        taken: list[str] = []
+        async for ids in batches_of_ids(queue, State.FAILED, until_at):
+            taken += ids
+            await queue.retry_many(ids)
+            lease = await queue.lease(wait=0)
+            assert lease is not None
+            assert await lease.fail("again")
+        async for ids in batches_of_ids(queue, State.FAILED, until_at):
+            taken += ids
+        assert taken == ["a", "b"]
+
+
+@on_both
+async def test_keep_prints_the_answer_for_each_id_and_takes_ids_without_escapes(storage: str, tmp_path: Path) -> None:
+    async with edge_on(storage, tmp_path) as edge:
+        queue = edge.app.queue("q")
+        await failed(edge, "page:a%2Fb")
+        await queue.enqueue(None, id="waits")
+        kept, none = await asyncio.gather(
+            edge.run("keep", "q", "page:a/b", "waits", "nobody", "--ttl", "30d"),
+            edge.run("keep", "q", "nobody", "--ttl", "1h"),
+        )
+        assert kept == (0, "kept page:a/b\nlive waits\nmissing nobody\n", "")
+        assert none == (1, "missing nobody\n", "")
+        (job,) = await edge.app.storage.get("q", ["page:a%2Fb"])
+        assert job is not None
+        assert job.outcome is not None
+        assert job.outcome.forget_at - job.outcome.ended_at > 29 * 86_400 * 1_000_000
+
+
 async def test_wrong_uses_exit_with_2_and_change_nothing(tmp_path: Path) -> None:
     uses = [
         "retry q",
         "retry q a --all",
         "cancel q",
+        "cancel q a --all",
+        "cancel q --all --state waiting",
+        "cancel q --state failed",
+        "cancel q.* a",
+        "keep q a",
+        "keep q --ttl 1h",
         "pause",
         "evict",
         "purge q --state lost",
@@ -341,13 +412,6 @@ async def test_delete_asks_first_and_waits_for_running_jobs(tmp_path: Path) -> N
         gone = await run("delete", "q", "--yes", cwd=tmp_path, HOLDFAST_URL=url)
         assert (gone.status, "there is no queue q" in gone.err) == (1, True)
         assert (await app.stats()).queues == []
-
-
-async def test_cancel_all_names_the_command_that_does_it(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/jobs.db"
-    async with Holdfast(url):
-        told = await run("cancel", "q", "--all", cwd=tmp_path, HOLDFAST_URL=url)
-    assert (told.status, "holdfast purge q --state waiting" in told.err) == (2, True)
 
 
 # Backup

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from holdfast._core.jobs import State
 from holdfast._core.text import escape_control
-from holdfast.cli.output import format_duration, format_moment, plain, say, say_json, table
+from holdfast.cli.output import BulkProgress, format_duration, format_moment, plain, say, say_json, table
 from holdfast.errors import JobError
 
 HOSTILE = "a\x1b[2J\x07\x9b31m\u202e\r\x7f\u2028\ufeff\U000e0041\udcff"
@@ -148,3 +151,35 @@ def test_json_is_one_line_that_moves_no_cursor_and_means_the_same(capsys: pytest
     assert out.endswith("\n")
     assert out[:-1].isprintable()
     assert json.loads(out) == {hostile: [hostile]}
+
+
+# Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "silent_s", "shown"),
+    [
+        (io.StringIO(), 4.9, "1,250 jobs deleted …\n"),
+        (Terminal(), 0.1, "\r\x1b[K1,250 jobs deleted …\r\x1b[K"),
+    ],
+    ids=["file", "terminal"],
+)
+def test_long_work_shows_its_progress_but_short_work_does_not(
+    stderr: io.StringIO, silent_s: float, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with BulkProgress("deleted") as progress:
+        now += silent_s
+        progress.add(250)
+        assert stderr.getvalue() == ""
+        now += 0.2
+        progress.add(1_000)
+        progress.add(10)
+    assert (stderr.getvalue(), progress.count) == (shown, 1_260)

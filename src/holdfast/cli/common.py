@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any
 from urllib.parse import quote, unquote
@@ -18,9 +19,13 @@ import click
 import msgspec
 
 from holdfast._client.app import Holdfast
+from holdfast._client.queue import Queue
 from holdfast._client.settings import find_settings
-from holdfast.cli.output import NO, end
+from holdfast._client.stats import Stats
+from holdfast._core.jobs import State
+from holdfast.cli.output import NO, end, where
 from holdfast.errors import OptionError
+from holdfast.storage.validation import MAX_ITEMS
 
 MOST_SEARCHED = 10_000
 """Jobs of a queue that are read to find an id without its escapes."""
@@ -107,19 +112,77 @@ def read_payload(given: str, *, text: bool, raw: bool) -> object:
 
 
 async def find_id(app: Holdfast[None], queue: str, id: str) -> str:
-    """Return the id of the job that the user means. Templates of tasks percent-encode values: if there is no job with
-    this id, it is the only id that reads like this without its escapes. Searches `MOST_SEARCHED` jobs."""
-    if quote(id, safe="@+") == id or await app.queue(queue).get(id) is not None:
-        return id
-    found: list[str] = []
+    """Return the id of the job that the user means: see `find_ids`."""
+    return (await find_ids(app, queue, [id]))[0]
+
+
+async def find_ids(app: Holdfast[None], queue: str, ids: Sequence[str]) -> list[str]:
+    """Return the ids of the jobs that the user means. Templates of tasks percent-encode values: if there is no job with
+    an id, the only job whose id reads like it without its escapes is meant. Searches `MOST_SEARCHED` jobs."""
+    unsure = [id for id in ids if quote(id, safe="@+") != id]
+    if not unsure:
+        return list(ids)
+    present = await app.queue(queue).get_many(unsure)
+    similar: dict[str, list[str]] = {id: [] for id, job in zip(unsure, present, strict=True) if job is None}
     searched = 0
     async for job in app.queue(queue).jobs():
         searched += 1
-        if job.id != id and unquote(job.id) == id:
-            found.append(job.id)
-        if len(found) > 1 or searched == MOST_SEARCHED:
+        plain = unquote(job.id)
+        if plain in similar and plain != job.id:
+            similar[plain].append(job.id)
+        if searched == MOST_SEARCHED or all(len(found) > 1 for found in similar.values()):
             break
-    return found[0] if len(found) == 1 else id
+    meant = {id: found[0] for id, found in similar.items() if len(found) == 1}
+    return [meant.get(id, id) for id in ids]
+
+
+def matches(queue: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(queue, pattern) for pattern in patterns)
+
+
+def names_one(queues: Sequence[str]) -> bool:
+    """Return whether these arguments name exactly one queue: there is one, and it is not a pattern."""
+    return len(queues) == 1 and not set("*?[") & set(queues[0])
+
+
+async def choose_queues(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:
+    """Return the queues of these names and patterns, or all queues if there is none. Ends the command if a pattern
+    matches no queue."""
+    plain = [name for name in queues if names_one([name])]
+    if queues and len(plain) == len(queues):
+        return [app.queue(name) for name in queues]
+    known = [stats.queue for stats in (await app.stats()).queues]
+    for pattern in set(queues) - set(plain):
+        if not fnmatch.filter(known, pattern):
+            end(NO, f"no queue matches {pattern!r} on {where(app)}")
+    chosen = [name for name in known if not queues or matches(name, queues)]
+    return [app.queue(name) for name in dict.fromkeys([*plain, *chosen])]
+
+
+def has_jobs(stats: Stats, state: State | None) -> bool:
+    """Return whether a queue has jobs in a state, or any jobs, by its counts."""
+    counts = {
+        State.WAITING: stats.ready + stats.scheduled,
+        State.RUNNING: stats.running,
+        State.COMPLETED: stats.completed,
+        State.FAILED: stats.failed,
+        State.CANCELLED: stats.cancelled,
+    }
+    return any(counts.values()) if state is None else counts[state] > 0
+
+
+async def batches_of_ids(queue: Queue, state: State, until: datetime) -> AsyncIterator[list[str]]:
+    """Yield the ids of the jobs in a state, as many as one step takes. The caller may change these jobs. Jobs that were
+    requested after `until` are left out, so that the work ends while others enqueue."""
+    batch: list[str] = []
+    async for job in queue.jobs(state):
+        if job.created_at <= until:
+            batch.append(job.id)
+        if len(batch) == MAX_ITEMS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def look_here() -> None:

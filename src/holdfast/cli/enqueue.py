@@ -16,7 +16,7 @@ from holdfast.errors import DuplicateJob, JobCancelled, JobFailed, JobForgotten,
 
 START_S = 10.0
 """How long `call` waits for a worker that serves the queue for the first time."""
-REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "expires", "timeout", "priority")
+REQUEST_OPTIONS = ("id", "on_conflict", "delay", "run_at", "expires", "timeout", "backoff", "priority")
 
 
 def _payload_forms(command: Any) -> Any:

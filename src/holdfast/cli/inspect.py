@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import itertools
 from collections.abc import AsyncIterator, Iterable
 from datetime import datetime, timedelta
@@ -19,7 +18,16 @@ from holdfast._core.events import Event, Topic
 from holdfast._core.jobs import State
 from holdfast._core.text import escape_control
 from holdfast._worker.notes import ask_for_stack
-from holdfast.cli.common import Length, Number, find_id, with_present_app
+from holdfast.cli.common import (
+    Length,
+    Number,
+    choose_queues,
+    find_id,
+    has_jobs,
+    matches,
+    names_one,
+    with_present_app,
+)
 from holdfast.cli.output import (
     NO,
     TIME_IS_UP,
@@ -81,7 +89,7 @@ async def status(
     rounds = itertools.count(1) if watch else [1]
     for number in rounds:
         snapshot = await app.stats()
-        chosen = [stats for stats in snapshot.queues if not queues or _matches(stats.queue, queues)]
+        chosen = [stats for stats in snapshot.queues if not queues or matches(stats.queue, queues)]
         if queues and not chosen and not watch:
             end(NO, f"there is no queue {', '.join(queues)} on {where(app)}")
         if as_json:
@@ -101,14 +109,9 @@ async def status(
         await asyncio.sleep(every)
 
 
-def _matches(queue: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(queue, pattern) for pattern in patterns)
-
-
 def _is_idle(stats: Stats) -> bool:
     """Whether a queue has no job, no worker and nothing else to look at."""
-    jobs = stats.ready + stats.scheduled + stats.running + stats.completed + stats.failed + stats.cancelled
-    return not (jobs or stats.workers or stats.paused or stats.problem)
+    return not (has_jobs(stats, None) or stats.workers or stats.paused or stats.problem)
 
 
 def _show_status(snapshot: AppStats, queues: list[Stats], before: AppStats | None) -> None:
@@ -155,7 +158,7 @@ def _row(stats: Stats, snapshot: AppStats, before: AppStats | None) -> list[obje
 
 
 @click.command()
-@click.argument("queue")
+@click.argument("queues", nargs=-1, metavar="[QUEUE]...")
 @click.option("--state", type=STATES, help="List only jobs in this state.")
 @click.option("--running", is_flag=True, help="List only running jobs: the same as --state running.")
 @click.option("--older", type=Length(), help="List only running jobs that began this long ago: 90s, 5m, 2h.")
@@ -164,7 +167,7 @@ def _row(stats: Stats, snapshot: AppStats, before: AppStats | None) -> list[obje
 @with_present_app
 async def jobs(
     app: Holdfast[None],
-    queue: str,
+    queues: tuple[str, ...],
     *,
     state: str | None,
     running: bool,
@@ -172,28 +175,34 @@ async def jobs(
     limit: int,
     as_json: bool,
 ) -> None:
-    """List the jobs of a queue, without payloads.
+    """List the jobs of these queues, or of all, without payloads. QUEUE is a name or a pattern.
 
     \b
-    Example:
-      holdfast jobs shop.tasks.report --state failed --limit 20
+    Examples:
       holdfast jobs shop.tasks.report --running --older 5m
+      holdfast jobs --state failed --limit 20
     """
     state = state or ("running" if running or older is not None else None)
     if state != "running" and (running or older is not None):
         raise click.UsageError("--running and --older are for running jobs: remove --state")
-    now = (await app.stats()).now
+    snapshot = await app.stats()
+    now = snapshot.now
+    wanted = None if state is None else State(state)
+    busy = {stats.queue for stats in snapshot.queues if has_jobs(stats, wanted)}
+    names = [queue.name for queue in await choose_queues(app, queues) if queue.name in busy]
     began_by = None if older is None else now - older
-    found = [job async for job in _first(app.queue(queue).jobs(state), limit + 1, began_by)]
+    found = [job async for job in _first(_listed(app, names, wanted), limit + 1, began_by)]
     if as_json:
         for job in found[:limit]:
             say_json({name: getattr(job, name) for name in job.__struct_fields__ if name not in ("payload", "result")})
         return
     if not found:
-        say(f"no {f'{state} ' if state else ''}jobs in {queue}")
+        say(f"no {f'{state} ' if state else ''}jobs in {', '.join(queues) or 'any queue'}")
         return
+    several = not names_one(queues)
     rows = [
         (
+            *([job.queue] if several else []),
             job.id,
             job.state,
             job.priority,
@@ -204,9 +213,17 @@ async def jobs(
         )
         for job in found[:limit]
     ]
-    table(["id", "state", "priority", "due", "attempts", "took", "worker or error"], rows)
+    headers = ["id", "state", "priority", "due", "attempts", "took", "worker or error"]
+    table(["queue", *headers] if several else headers, rows)
     if len(found) > limit:
-        say(f"… more jobs exist: use --limit {2 * limit}")
+        hint = ", or name a queue (`holdfast status` has the counts)" if several else ""
+        say(f"… more jobs exist: use --limit {2 * limit}{hint}")
+
+
+async def _listed(app: Holdfast[None], queues: Iterable[str], state: State | None) -> AsyncIterator[JobInfo]:
+    for queue in queues:
+        async for job in app.queue(queue).jobs(state):
+            yield job
 
 
 def _took(job: JobInfo, now: datetime) -> str:
@@ -325,15 +342,15 @@ async def stack(app: Holdfast[None], queue: str, id: str, *, wait: float) -> Non
 @as_json
 @with_present_app
 async def events(app: Holdfast[None], queues: tuple[str, ...], *, times: int | None, as_json: bool) -> None:
-    """Print events of these queues, or of all queues that exist now, until interrupted.
+    """Print events of these queues, or of all queues that exist now, until interrupted. QUEUE is a name or a pattern.
 
     Events are notifications: some may be lost.
     """
-    names = queues or tuple(stats.queue for stats in (await app.stats()).queues)
-    if not names:
+    chosen = await choose_queues(app, queues)
+    if not chosen:
         end(NO, "there are no queues yet: name the queues to listen to")
     seen = 0
-    async with app.storage.subscribe(*(Topic(app.queue(name).name) for name in names)) as stream:
+    async with app.storage.subscribe(*(Topic(queue.name) for queue in chosen)) as stream:
         async for event in stream:
             if event.happened:
                 _show_event(event, as_json=as_json)

@@ -1,10 +1,13 @@
-"""Managing jobs and queues: cancel, retry, pause, resume, evict, purge, delete, sweep, audit, repair, backup."""
+"""Managing jobs and queues: cancel, retry, keep, pause, resume, evict, purge, delete, sweep, audit, repair, backup."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,66 +15,137 @@ from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
 from holdfast._core.jobs import State
 from holdfast._core.options import DEFAULT_WAIT_S
-from holdfast._core.replies import CancelResult, Placed, Problem
-from holdfast.cli.common import Number, find_id, with_app, with_present_app
+from holdfast._core.replies import CancelResult, KeepResult, Placed, Problem
+from holdfast.cli.common import Length, Number, batches_of_ids, choose_queues, find_ids, with_app, with_present_app
 from holdfast.cli.inspect import STATES
 from holdfast.cli.options import option_from_table
-from holdfast.cli.output import NO, TIME_IS_UP, as_json, end, format_count, say, say_json
-from holdfast.errors import JobNotFound
+from holdfast.cli.output import NO, TIME_IS_UP, BulkProgress, as_json, end, format_count, say, say_json
+
+
+def _states_option(states: Sequence[State], what: str) -> Callable[[Any], Any]:
+    choice = click.Choice([state.value for state in states])
+    return click.option("--state", "states", type=choice, multiple=True, help=f"{what}. Repeatable.")
+
+
+def _chosen_states(
+    ids: Sequence[str], states: Sequence[str], everything: bool, all_states: Sequence[State]
+) -> list[State]:
+    """Return the states of the jobs to change; none if the user names the jobs."""
+    chosen = [State(state) for state in states] or (list(all_states) if everything else [])
+    if bool(ids) == bool(chosen) or (states and everything):
+        raise click.UsageError("name the jobs, or pass --all or --state")
+    return chosen
 
 
 @click.command()
 @click.argument("queue")
-@click.argument("ids", nargs=-1, metavar="ID...")
-@click.option("--all", "everything", is_flag=True, hidden=True)
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "everything", is_flag=True, help="Cancel all waiting and running jobs.")
+@_states_option([State.WAITING, State.RUNNING], "Cancel all jobs in this state")
+@click.option("--yes", is_flag=True, help="With --all or --state: do not ask for confirmation.")
 @with_present_app
-async def cancel(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
+async def cancel(
+    app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool, states: tuple[str, ...], yes: bool
+) -> None:
     """Cancel jobs: a waiting job at once, a running job through its worker.
 
-    Prints cancelled, asked, finished or missing for each. Exit status 1 if no job was cancelled or asked to stop.
+    \b
+    Examples:
+      holdfast cancel shop.tasks.report report:42 report:43
+      holdfast cancel 'pages.*' --state waiting
+
+    With IDs, prints cancelled, asked, finished or missing for each; exit status 1 if no job was cancelled or asked to
+    stop. With --all or --state, QUEUE may be a pattern. Jobs that are enqueued meanwhile are not cancelled.
     """
-    if everything:
-        raise click.UsageError(f"to cancel all waiting jobs, delete them: holdfast purge {queue} --state waiting")
-    if not ids:
-        raise click.UsageError("name the jobs: holdfast cancel QUEUE ID...")
-    replies = [await app.queue(queue).cancel(await find_id(app, queue, id)) for id in ids]
+    chosen = _chosen_states(ids, states, everything, [State.WAITING, State.RUNNING])
+    if chosen:
+        if not yes and not click.confirm(f"Cancel all {' and '.join(chosen)} jobs of {queue}?"):
+            end(NO, "nothing was cancelled")
+        await _cancel_all(app, queue, chosen)
+        return
+    replies = await app.queue(queue).cancel_many(await find_ids(app, queue, ids))
     for id, reply in zip(ids, replies, strict=True):
         say(f"{reply} {id}")
     if not any(reply in (CancelResult.CANCELLED, CancelResult.ASKED) for reply in replies):
         end(NO)
 
 
+async def _cancel_all(app: Holdfast[None], queues: str, states: Sequence[State]) -> None:
+    counts: Counter[CancelResult] = Counter()
+    with BulkProgress("cancelled") as progress:
+        async for queue, ids in _batches(app, queues, states):
+            replies = await queue.cancel_many(ids)
+            counts.update(replies)
+            progress.add(len(replies))
+    asked = f", {counts[CancelResult.ASKED]:,} asked to stop" if counts[CancelResult.ASKED] else ""
+    say(f"{format_count(counts[CancelResult.CANCELLED], 'job')} cancelled{asked}")
+
+
+async def _batches(app: Holdfast[None], queues: str, states: Sequence[State]) -> AsyncIterator[tuple[Queue, list[str]]]:
+    """Yield the ids of the jobs in these states, with their queues, as many as one step takes."""
+    now = (await app.stats()).now
+    for queue in await choose_queues(app, [queues]):
+        for state in states:
+            async for ids in batches_of_ids(queue, state, now):
+                yield queue, ids
+
+
 @click.command()
 @click.argument("queue")
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "everything", is_flag=True, help="Retry every failed job of the queue.")
+@click.option("--all", "everything", is_flag=True, help="Retry all failed jobs.")
+@_states_option([State.FAILED, State.CANCELLED], "Retry all jobs in this state")
 @with_present_app
-async def retry(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool) -> None:
+async def retry(
+    app: Holdfast[None], queue: str, ids: tuple[str, ...], *, everything: bool, states: tuple[str, ...]
+) -> None:
     """Enqueue failed or cancelled jobs again, with the same payload. Their retries are counted from 0 again.
 
     \b
     Examples:
-      holdfast retry shop.tasks.report report:42
-      holdfast retry shop.tasks.report --all
+      holdfast retry shop.tasks.report report:42 report:43
+      holdfast retry 'shop.*' --all
+
+    With --all or --state, QUEUE may be a pattern. A job that fails again meanwhile is not retried twice.
     """
-    if everything == bool(ids):
-        raise click.UsageError("name the jobs, or pass --all")
-    where = app.queue(queue)
-    chosen = [job.id async for job in where.jobs(State.FAILED)] if everything else list(ids)
-    missing = 0
-    for id in chosen:
-        try:
-            handle = await where.retry(id if everything else await find_id(app, queue, id))
-            if not everything:
-                say(f"{'enqueued again:' if handle.placed is Placed.NEW else handle.placed} {handle.id}")
-        except JobNotFound as error:
-            missing += 1
-            click.secho(f"holdfast: {error}", fg="red", err=True)
-    if everything:
-        say(f"{format_count(len(chosen) - missing, 'job')} enqueued again")
-    if missing < len(chosen):
+    chosen = _chosen_states(ids, states, everything, [State.FAILED])
+    done = 0
+    if chosen:
+        with BulkProgress("enqueued again") as progress:
+            async for where, batch in _batches(app, queue, chosen):
+                handles = await where.retry_many(batch)
+                done += sum(handle is not None for handle in handles)
+                progress.add(len(handles))
+        say(f"{format_count(done, 'job')} enqueued again")
+    else:
+        for id, handle in zip(ids, await app.queue(queue).retry_many(await find_ids(app, queue, ids)), strict=True):
+            if handle is None:
+                click.secho(f"holdfast: there is no job {id!r} with a payload in {queue}", fg="red", err=True)
+                continue
+            done += 1
+            say(f"{'enqueued again:' if handle.placed is Placed.NEW else handle.placed} {handle.id}")
+    if done:
         say("each runs as often as a new job: its retries are counted from 0")
-    if missing and missing == len(chosen):
+    elif ids:
+        end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.option(
+    "--ttl", type=Length(), required=True, help="How long from now, or from the end of a live job: 90s, 2h, 7d."
+)
+@with_present_app
+async def keep(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, ttl: timedelta) -> None:
+    """Change how long the outcomes of jobs are remembered.
+
+    Prints kept, live or missing for each. Exit status 1 if no job exists.
+    """
+    replies = await app.queue(queue).keep_many(await find_ids(app, queue, ids), ttl)
+    for id, reply in zip(ids, replies, strict=True):
+        say(f"{reply} {id}")
+    if all(reply is KeepResult.MISSING for reply in replies):
         end(NO)
 
 
@@ -137,7 +211,7 @@ async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | 
     number = 0
     while True:
         number += 1
-        for queue in await _chosen(app, queues):
+        for queue in await choose_queues(app, queues):
             await _sweep(queue)
         if every is None or number == times:
             return
@@ -177,7 +251,7 @@ async def repair(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool)
 async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_json: bool) -> None:
     problems: list[Problem] = []
     checked = 0
-    for queue in await _chosen(app, queues):
+    for queue in await choose_queues(app, queues):
         result = await queue.repair(dry_run=not mend)
         checked += result.checked
         problems += result.problems
@@ -206,11 +280,14 @@ async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_j
 @with_present_app
 async def purge(app: Holdfast[None], queue: str, *, states: tuple[str, ...], yes: bool) -> None:
     """Delete the jobs of a queue. With --state running, running jobs are asked to cancel."""
-    chosen = app.queue(queue)
-    wanted = states or tuple(state.value for state in Queue.PURGED)
+    named = app.queue(queue)
+    wanted = [State(state) for state in states] or list(Queue.PURGED)
     if not yes and not click.confirm(f"Delete all {', '.join(wanted)} jobs of {queue}?"):
         end(NO, "nothing was deleted")
-    say(f"{format_count(await chosen.purge(wanted), 'job')} deleted")
+    with BulkProgress("deleted") as progress:
+        while step := await app.storage.purge(named.name, wanted):
+            progress.add(step)
+    say(f"{format_count(progress.count, 'job')} deleted")
 
 
 @click.command()
@@ -243,8 +320,3 @@ async def backup(app: Holdfast[None], *, file: Path) -> None:
     """
     await app.storage.back_up(file)
     say(f"wrote {file}")
-
-
-async def _chosen(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:
-    names = queues or [stats.queue for stats in (await app.stats()).queues]
-    return [app.queue(name) for name in names]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import click
 
-from holdfast._core.options import OPTIONS, Expires, HandlerOptions, OnConflict, Option
-from holdfast.cli.common import Number
+from holdfast._core.options import OPTIONS, Backoff, Expires, HandlerOptions, OnConflict, Option
+from holdfast.cli.common import Length, Number
 
 
 class Time(click.ParamType[datetime]):
@@ -25,6 +25,15 @@ class Time(click.ParamType[datetime]):
         if time.tzinfo is None:
             self.fail(f"{value!r} has no time zone: add +01:00, or Z for UTC", param, ctx)
         return time
+
+
+class Lengths(click.ParamType[list[timedelta]]):
+    """Lengths of time, separated by commas: 5s,1m,10m."""
+
+    name = "TIME,…"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[timedelta]:
+        return [Length().convert(part, param, ctx) for part in str(value).split(",")]
 
 
 def options_from_table(*names: str) -> Callable[[Any], Any]:
@@ -66,6 +75,8 @@ def _click_type(option: Option) -> click.ParamType[Any]:
         return click.IntRange(int(least), int(most))
     if option.type is datetime:
         return Time()
+    if option.type is Backoff:
+        return Lengths()
     if option.type is OnConflict:
         return click.Choice(["keep", "update", "raise"])
     return click.STRING

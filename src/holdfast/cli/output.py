@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Self, cast
 
 import click
 import msgspec
@@ -108,3 +109,29 @@ def format_moment(at: datetime, seconds: float) -> str:
 def format_count(count: int, noun: str) -> str:
     """Format a count and its noun: 1 job, 2,000 jobs."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+class BulkProgress:
+    """Shows on stderr how far long work is: on a terminal in one line that is overwritten, else a line every 5 s."""
+
+    def __init__(self, what: str) -> None:
+        """`what` is a past participle: deleted, enqueued again."""
+        self.count = 0
+        self._what = what
+        self._is_live = sys.stderr.isatty()
+        self._every_s = 0.2 if self._is_live else 5.0
+        self._next_at = time.monotonic() + self._every_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._is_live:
+            click.echo("\r\x1b[K", nl=False, err=True)
+
+    def add(self, count: int) -> None:
+        self.count += count
+        if time.monotonic() >= self._next_at:
+            begin = "\r\x1b[K" if self._is_live else ""
+            click.echo(f"{begin}{format_count(self.count, 'job')} {self._what} …", nl=not self._is_live, err=True)
+            self._next_at = time.monotonic() + self._every_s
