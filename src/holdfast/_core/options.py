@@ -228,7 +228,8 @@ _ROWS = [
     _row("run_at", "Time at which the job is due, with a time zone: 2027-01-31T08:00:00+01:00.", default_text="now"),
     _row(
         "expires",
-        "After this time the job fails instead of starting. Seconds after the job is due, or a point in time.",
+        "After this time the job does not start any more: it fails. "
+        "Give the seconds from the time when the job is due, or a point in time.",
         default_text="never",
         least=0.001,
         most=MAX_MS // 1000,
@@ -259,7 +260,7 @@ _ROWS = [
         "While the record of a failed job is kept, a new request with its id gets the failure and does not run.",
         default=False,
     ),
-    _row("cancel_grace", "Time that a run has to end after it was asked to stop. Then it is killed.", default=1),
+    _row("cancel_grace", "How long a run may take to end after it was asked to stop. Then it is killed.", default=1),
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
         "on_storage_loss",
