@@ -229,7 +229,7 @@ _ROWS = [
     _row(
         "expires",
         "After this time the job does not start any more: it fails. "
-        "Give the seconds from the time when the job is due, or a point in time.",
+        "Give a point in time, or the number of seconds after the time when the job is due.",
         default_text="never",
         least=0.001,
         most=MAX_MS // 1000,
@@ -269,7 +269,8 @@ _ROWS = [
     ),
     _row(
         "size",
-        "Units that one run takes. A child process has 100 units, an inline worker 1,000.",
+        "Units of capacity that one run uses. A child process has 100: at size 10 it runs ten jobs at the same time. "
+        "An inline worker has 1,000.",
         default=10,
         least=1,
         most=100_000,
