@@ -20,7 +20,7 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 3_480,
     "_client": 2_450,
-    "_worker": 4_260,
+    "_worker": 4_270,
     "storage": 9_260,
     "storage/conformance": 3_360,
     "cli": 2_410,

@@ -1,9 +1,8 @@
 """The worker's heartbeat, on its own thread and connection: a handler that blocks the event loop does not cost the
 worker its leases.
 
-Every quarter of a lease it extends the leases that are held, announces the worker, and sweeps the queues from which the
-worker cannot claim now (a claim sweeps too) and those with forgotten records. It passes what it learns to the worker's
-loop.
+Every quarter of a lease it extends the leases that are held, announces the worker, and sweeps some of its queues: a
+claim sweeps too, but a worker that is full or idle claims nothing. It passes what it learns to the worker's loop.
 """
 
 from __future__ import annotations
@@ -59,14 +58,16 @@ class Heartbeat:
         self._beaten_at = float("-inf")
         self._failing = False
         self._stopping = False
-        self._snapshot: tuple[WorkerFacts, list[str], list[str]]
-        """The record of the worker, the queues of which no further job fits, and all served queues. Written by the
-        worker's loop twice per beat, unless that is blocked; read by this thread."""
+        self._snapshot: tuple[WorkerFacts, list[str]]
+        """The record of the worker, and the served queues. Written by the worker's loop twice per beat, unless that is
+        blocked; read by this thread."""
         self._swept = 0
-        """How many served queues the beats have looked at: a worker of many queues looks at some of them per beat."""
+        """Number of the served queue that the next sweep begins with: a beat looks at some of many queues."""
         self._next_snapshot: asyncio.TimerHandle
         self._described: object = None
-        """The tasks whose notes are written: the `configs` of the worker at that time."""
+        """The tasks with notes: the `configs` of the worker at that time."""
+        self._unwritten: list[dict[str, bytes]] = []
+        """Notes of tasks that are not written yet, in parts for one call each."""
         self._compared: object = None
         """The tasks that were compared with those of other workers."""
         self._question = question_for(self._worker)
@@ -123,7 +124,7 @@ class Heartbeat:
         capacity = self._context.claimer.capacity
         executor = self._context.executor
         facts = worker_facts(executor.name, capacity, executor.application, self._context.configs)
-        self._snapshot = (facts, capacity.full_queues(), list(capacity.served))
+        self._snapshot = (facts, list(capacity.served))
         if not self._stopping:
             self._next_snapshot = self._home.call_later(self._every_s / 2, self._make_snapshot)
 
@@ -243,16 +244,18 @@ class Heartbeat:
             _call_on(self._home, self._evicted)
 
     async def _describe(self, storage: Storage) -> None:
-        """Write the notes of the tasks when they have changed. With the next beat, when other workers that have started
-        at the same time are listed as well, compare the applications."""
+        """Write the notes of the tasks when they have changed, for at most a quarter of the time between two beats; the
+        next beat writes the others. With the beat after that, when other workers that have started at the same time are
+        listed as well, compare the applications."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._every_s / 4
         configs = self._context.configs
         if configs is not self._described:
             known = {config.queue: config.note.encode() for config in configs.values() if config.note}
             notes = {TASK_NOTE + queue: note for queue, note in known.items() if len(note) <= MAX_NOTE_BYTES}
-            for part in batches(notes.items(), lambda note: len(note[1])):
-                await storage.write_notes(dict(part), ttl_ms=TASK_MS)
+            self._unwritten = [dict(part) for part in batches(notes.items(), lambda note: len(note[1]))]
             self._described = configs
-        elif configs is not self._compared:
+        elif not self._unwritten and configs is not self._compared:
             workers = (await storage.snapshot([])).workers  # Reading all queues may take longer than a beat.
             here = set(self._context.claimer.capacity.served)
             found = compare_applications([worker.facts for worker in workers], here)
@@ -261,6 +264,11 @@ class Heartbeat:
             for version in found.versions:
                 log.info("worker %s: %s", self._worker, version)
             self._compared = configs
+        while self._unwritten:
+            await storage.write_notes(self._unwritten[-1], ttl_ms=TASK_MS)
+            self._unwritten.pop()
+            if loop.time() >= ends_at:
+                return
 
     async def _answer(self, storage: Storage) -> None:
         """Write answers that are ready, and begin to answer a new question."""
@@ -287,17 +295,20 @@ class Heartbeat:
 
     async def _sweep(self, storage: Storage) -> None:
         """Take back expired leases and delete forgotten records, for at most a quarter of the time between two beats.
-        What is left is swept by the next beats."""
+        The next beat goes on with the next queue."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self._every_s / 4
-        _, full, served = self._snapshot
-        for queue in await storage.ready(full[:MAX_ITEMS]):
-            await self._sweep_queue(storage, queue, loop.time())
-        first = self._swept % max(len(served), 1)
-        looked_at = served[first : first + MAX_ITEMS]
-        self._swept = first + len(looked_at)
-        for queue in await storage.ready(looked_at, forgotten=True):
-            await self._sweep_queue(storage, queue, ends_at)
+        served = self._snapshot[1]
+        if self._swept >= len(served):
+            self._swept = 0
+        looked_at = served[self._swept : self._swept + MAX_ITEMS]
+        ready = set(await storage.ready(looked_at, forgotten=True))  # Also those with jobs that are due.
+        for queue in looked_at:
+            self._swept += 1
+            if queue in ready:
+                await self._sweep_queue(storage, queue, ends_at)
+                if loop.time() >= ends_at:
+                    return
 
     async def _sweep_queue(self, storage: Storage, queue: str, ends_at: float) -> None:
         """Sweep a queue once, and again until nothing is left or it is `ends_at`."""
