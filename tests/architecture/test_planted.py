@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tools.plant import BUGS, FOLDER, ROOT, Bug
+from tools.plant import BUGS, PACKAGE, ROOT, Bug
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_text_of_a_planted_bug_is_in_the_package_once(bug: Bug) -> None:
-    assert (ROOT / FOLDER / bug.file).read_text().count(bug.old) == 1
+    assert (ROOT / PACKAGE / bug.file).read_text().count(bug.old) == 1
