@@ -159,7 +159,7 @@ PUBLIC = {
     holdfast.Queue: {"PURGED"},
     holdfast.Lease: set[str](),
     holdfast.Worker: set[str](),
-    holdfast.CurrentJob: {"on_loop", "report_timeout", "report_wait", "thread", "timed_out"},  # for the worker
+    holdfast.CurrentJob: {"on_loop", "thread", "timed_out", "waiting_for"},  # for the worker
     holdfast.Stats: set[str](),
     holdfast.JobInfo: set[str](),
     holdfast.RunEvent: set[str](),

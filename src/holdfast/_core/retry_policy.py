@@ -251,8 +251,9 @@ def fence_of(job: Job) -> int:
 def _complete(job: Job, ended: Returned, policy: Policy) -> Complete:
     """Complete a job. A length that was given holds. Without one, an outcome with a result or a chosen id is kept for
     an hour, and any other briefly, so that its handle can be awaited."""
-    lengths = (ended.result_ttl_ms, job.work.result_ttl_ms, policy.result_ttl_ms)
-    given = next((length for length in lengths if length is not None), None)
+    given = ended.result_ttl_ms
+    if given is None:
+        given = policy.result_ttl_ms if job.work.result_ttl_ms is None else job.work.result_ttl_ms
     if given is None and ended.result is None and not job.custom_id:
         return Complete(job.id, fence_of(job), None, ended.codec, BRIEF_TTL_MS, 0, brief=True)
     result_ttl_ms = RESULT_TTL_MS if given is None else given

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,16 +23,26 @@ MAX_PROGRESS_BYTES = 65_536
 running: contextvars.ContextVar[CurrentJob] = contextvars.ContextVar("holdfast job")
 
 
+class RunReporter(Protocol):
+    """What takes the reports of runs, on any thread. Each names the key of its run."""
+
+    def report_progress(self, key: Any, progress: bytes, /) -> None: ...
+    def report_wait(self, key: Any, queue: str, change: int, /) -> None:
+        """The run begins (1) or ends (-1) a wait for a job of a queue."""
+
+    def report_timeout(self, key: Any, limit_ms: int, /) -> None:
+        """The run asks for this much time from now on."""
+
+
 class CurrentJob:
     """The run of a handler. `fence` and `attempt` protect what the run writes elsewhere against late writes."""
 
     __slots__ = (
         *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
-        *("_report", "report_timeout", "report_wait"),
-        *("stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
+        *("_key", "_reporter", "stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
     )
 
-    def __init__(self, queue: str, job: Job, report: Callable[[bytes], None], resources: object = None) -> None:
+    def __init__(self, queue: str, job: Job, key: object, reporter: RunReporter, resources: object) -> None:
         assert job.run is not None
         self.queue = queue
         self.id = job.id
@@ -55,11 +66,8 @@ class CurrentJob:
         """The thread on which a function that is not async runs now."""
         self.timed_out: TimedOut | None = None
         """How the run ends if its time is over, with the stack that it had then."""
-        self._report = report
-        self.report_timeout: Callable[[int], None] | None = None
-        """Takes milliseconds, on any thread: the run asks for this much time from now on."""
-        self.report_wait: Callable[[str, int], None] | None = None
-        """Takes a queue and 1 or -1, on any thread: the run begins or ends a wait for one of its jobs."""
+        self._key = key
+        self._reporter = reporter
 
     def progress(self, value: object) -> None:
         """Report how far the run is, as any JSON value. It is visible in the job within about a second."""
@@ -70,13 +78,20 @@ class CurrentJob:
         if len(data) > MAX_PROGRESS_BYTES:
             what = f"progress of job {self.id!r:.80}"
             raise PayloadRejected(f"{what} has {len(data)} bytes: at most {MAX_PROGRESS_BYTES} are allowed")
-        self._report(data)
+        self._reporter.report_progress(self._key, data)
 
     def extend_timeout(self, seconds: Seconds) -> None:
         """Let this run take `seconds` from now on, if its timeout would stop it earlier. Call it before that."""
-        limit_ms = to_ms("seconds", seconds, 1)
-        if self.report_timeout is not None:
-            self.report_timeout(limit_ms)
+        self._reporter.report_timeout(self._key, to_ms("seconds", seconds, 1))
+
+    @contextmanager
+    def waiting_for(self, queue: str) -> Generator[None]:
+        """The run waits for a job of a queue, and lends its capacity meanwhile."""
+        self._reporter.report_wait(self._key, queue, 1)
+        try:
+            yield
+        finally:
+            self._reporter.report_wait(self._key, queue, -1)
 
     def __repr__(self) -> str:
         return f"<job {self.id!r} of {self.queue}, attempt {self.attempt}>"
@@ -90,16 +105,7 @@ def current_job() -> CurrentJob:
         raise HoldfastError("no job runs here: call current_job() only inside a handler") from None
 
 
-@contextmanager
-def waiting_for(queue: str) -> Generator[None]:
+def waiting_for(queue: str) -> AbstractContextManager[None]:
     """The caller waits for a job of a queue. If it is a handler, its run lends its capacity meanwhile."""
     current = running.get(None)
-    report = None if current is None else current.report_wait
-    if report is None:
-        yield
-        return
-    report(queue, 1)
-    try:
-        yield
-    finally:
-        report(queue, -1)
+    return nullcontext() if current is None else current.waiting_for(queue)

@@ -100,7 +100,7 @@ class Run:
         """The timeout for the error of the run; None if it has none, or has extended it."""
         self.waits_for: set[str] | None = None
         """Queues for whose jobs the run waits; None if it has never waited."""
-        self.timers: list[asyncio.TimerHandle] = []
+        self.timers: tuple[asyncio.TimerHandle, ...] = ()
 
 
 class Executor(ABC):
@@ -178,11 +178,11 @@ class Executor(ABC):
             return
         loop = asyncio.get_running_loop()
         if kill_at is not None:
-            run.timers.append(loop.call_at(kill_at, self._kill, run))
+            run.timers += (loop.call_at(kill_at, self._kill, run),)
         if run.stopping is not None:
             return
         run.stopping = why
-        run.timers.append(loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._grace_over, run))
+        run.timers += (loop.call_later(run.config.policy.cancel_grace_ms / 1000, self._grace_over, run),)
         self._ask_to_stop(run, why)
 
     def _started(self, run: Run, host: int) -> None:
@@ -244,8 +244,9 @@ class Executor(ABC):
         self._runs.discard(run)
         for timer in run.timers:
             timer.cancel()
-        for queue in list(run.waits_for or ()):
-            self.waits(run, queue, False)
+        if run.waits_for:
+            for queue in list(run.waits_for):
+                self.waits(run, queue, False)
         if run.host is not None:
             self._capacity.finished(run.queue, run.host, given_up=run.given_up)
         self._one_finished.set()

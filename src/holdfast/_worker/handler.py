@@ -8,13 +8,12 @@ import inspect
 import logging
 import random
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -359,15 +358,17 @@ K = TypeVar("K")
 K_contra = TypeVar("K_contra", contravariant=True)
 
 
-class _Going(NamedTuple):
+class _Going(msgspec.Struct):
     """A run that has begun."""
 
     task: asyncio.Task[Ended]
     job: Job
     current: CurrentJob
     run: Coroutine[Any, Any, Ended]
-    limit_ms: int | None
-    """The timeout for the error of the run; None if it has none, or has extended it."""
+    extended: bool = False
+    """Whether the run has asked for more time than its timeout."""
+    waits: dict[str, int] | None = None
+    """Number of waits for jobs of each queue, if the run has waited."""
 
 
 class RunReports(Protocol[K_contra]):
@@ -404,8 +405,6 @@ class Runner(Generic[K]):
         self._wrap = wrap
         self._threads = ThreadPoolExecutor(threads, "holdfast-run")
         self._going: dict[K, _Going] = {}
-        self._waits: dict[K, Counter[str]] = {}
-        """Number of waits for jobs of each queue, of runs that have waited."""
         self._loop_thread = 0
 
     def check(self) -> None:
@@ -416,25 +415,26 @@ class Runner(Generic[K]):
 
     def start(self, key: K, queue: str, job: Job) -> None:
         handler = self.handlers[queue]
-        current = CurrentJob(handler.queue, job, partial(self._reports.progressed, key), self.resources)
-        current.report_wait = partial(self._call_on_loop, key, self._count_wait)
-        current.report_timeout = partial(self._call_on_loop, key, self._extend_timeout)
+        current = CurrentJob(queue, job, key, self, self.resources)
         run = perform(job, current, handler, self._hooks, self._threads)
         task = asyncio.get_running_loop().create_task(run if self._wrap is None else self._wrap(key, run))
         self._loop_thread = self._loop_thread or threading.get_ident()
-        self._going[key] = _Going(task, job, current, run, timeout_ms(job, handler.config.policy))
+        self._going[key] = _Going(task, job, current, run)
         task.add_done_callback(partial(self._finished, key))
 
     def stop(self, key: K, why: StopReason) -> str:
         """Ask a run to stop. Returns its stack if its time is over."""
         if key not in self._going:
             return ""
-        task, _, current, _, limit_ms = self._going[key]
-        stack = self.stack(key) if why == "timeout" else ""
-        current.timed_out = timed_out(limit_ms, stack) if why == "timeout" else None
+        going = self._going[key]
+        current, stack = going.current, ""
+        if why == "timeout":
+            stack = self.stack(key)
+            policy = self.handlers[current.queue].config.policy
+            current.timed_out = timed_out(None if going.extended else timeout_ms(going.job, policy), stack)
         current.stopping = why
         if current.on_loop:
-            task.cancel()
+            going.task.cancel()
         return stack
 
     def stack(self, key: K) -> str:
@@ -452,31 +452,42 @@ class Runner(Generic[K]):
         """End the threads that are idle now, and the others when their runs end."""
         self._threads.shutdown(wait=False)
 
-    def _call_on_loop(self, key: K, function: Callable[..., None], *args: Any) -> None:
-        """Call a function with the key of a run on its loop. Called on any thread."""
+    # Reports of runs, on any thread
+
+    def report_progress(self, key: K, progress: bytes) -> None:
+        self._reports.progressed(key, progress)
+
+    def report_wait(self, key: K, queue: str, change: int) -> None:
+        self._call_on_loop(self._count_wait, key, queue, change)
+
+    def report_timeout(self, key: K, limit_ms: int) -> None:
+        self._call_on_loop(self._extend_timeout, key, limit_ms)
+
+    def _call_on_loop(self, function: Callable[..., None], key: K, *args: Any) -> None:
         going = self._going.get(key)  # One step: the loop removes the run when it ends.
         if going is not None:
             with suppress(RuntimeError):  # The loop has closed.
                 going.task.get_loop().call_soon_threadsafe(function, key, *args)
 
     def _extend_timeout(self, key: K, limit_ms: int) -> None:
-        if key in self._going:
-            self._going[key] = self._going[key]._replace(limit_ms=None)
+        going = self._going.get(key)
+        if going is not None:
+            going.extended = True
             self._reports.extended(key, limit_ms)
 
     def _count_wait(self, key: K, queue: str, change: int) -> None:
         """A run begins (1) or ends (-1) a wait for a job of a queue."""
-        if key not in self._going:
+        going = self._going.get(key)
+        if going is None:
             return  # The run has ended: what waits is a task that it has left behind.
-        waits = self._waits.setdefault(key, Counter())
-        before = waits[queue]
-        waits[queue] += change
+        waits = going.waits = {} if going.waits is None else going.waits
+        before = waits.get(queue, 0)
+        waits[queue] = before + change
         if before == 0 or waits[queue] == 0:
             self._reports.waits(key, queue, before == 0)
 
     def _finished(self, key: K, task: asyncio.Task[Ended]) -> None:
         going = self._going.pop(key)
-        self._waits.pop(key, None)
         if task.cancelled():  # The run had not begun.
             ended = cancelled(going.current)
         else:
