@@ -17,7 +17,7 @@ from holdfast.storage.redis.audit import INDEXES
 from holdfast.storage.validation import id_bytes
 from tests import servers
 
-META = ("layout", "last_at", "last_stamp", "skew", "paused", "unused", "priorities", "forget_at", *VIEWS)
+META = ("layout", "last_at", "last_stamp", "skew", "paused", "has_brief", "priorities", "forget_at", *VIEWS)
 TOTALS = struct.Struct(f"<Bqqq BBH q qq {len(form.KINDS)}q")
 """The metadata of a queue up to its totals: the format is at the head of keyspace.lua. The rest is not changed."""
 

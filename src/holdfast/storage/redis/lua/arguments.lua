@@ -1,5 +1,5 @@
 -- Checks of arguments: a call that would store what no client can read is refused before anything is changed. Mirrors
--- storage/validation.py. Equal terms are checked once per call.
+-- storage/validation.py.
 
 local MAX_ITEMS, MAX_ID_BYTES, FOLLOW_UP_ID_BYTES, MAX_WORKER_BYTES = 250, 512, 32, 800
 local MAX_CODEC_BYTES, MAX_EXTENSION_BYTES, MAX_LIMIT = 40, 65536, 1000000
@@ -7,9 +7,24 @@ local FAILED_SUFFIX, NAME, NAMESPACE = '/failed', '^[A-Za-z0-9_.-]+$', '^{[A-Za-
 local MAX_NAME, MAX_NAMESPACE = 120, 40
 arguments.MAX_MS, arguments.LAST_WALL_AT = 315360000000, 4102444799999999 -- ten years; the end of 2099
 local MAX_MS = arguments.MAX_MS
+local MAX_KNOWN, MAX_KNOWN_BYTES = 500, 200
 
 local function refuse(problem)
   error({err = 'HOLDFAST_ARGUMENTS ' .. problem})
+end
+
+-- A check that remembers texts which have passed it, over calls: most calls repeat the texts of those before them.
+local function remembers(is_valid, problem)
+  local known, count = {}, 0
+  return function(text)
+    if known[text] then return text end
+    if not is_valid(text) then refuse(problem) end
+    if #text <= MAX_KNOWN_BYTES then
+      if count == MAX_KNOWN then known, count = {}, 0 end
+      known[text], count = true, count + 1
+    end
+    return text
+  end
 end
 
 -- Refuse a call with another number of arguments behind the number of the call.
@@ -53,12 +68,9 @@ local function is_text(text, most)
   return text and #text > 0 and #text <= most and is_utf8(text)
 end
 
-function arguments.worker(name)
-  if not is_text(name, MAX_WORKER_BYTES) or string.find(name, '[%z\1-\31\127]') then
-    refuse('a worker name must have 1 to 200 printable characters')
-  end
-  return name
-end
+arguments.worker = remembers(function(name)
+  return is_text(name, MAX_WORKER_BYTES) and not string.find(name, '[%z\1-\31\127]')
+end, 'a worker name must have 1 to 200 printable characters')
 
 function arguments.lease(text)
   return arguments.number('a lease in ms', text, 100, 86400000)
@@ -98,10 +110,9 @@ function arguments.queue_name(name)
   return name
 end
 
-function arguments.codec(name)
-  if not is_text(name, MAX_CODEC_BYTES) then refuse('a codec must have a name of 1 to 40 bytes') end
-  return name
-end
+arguments.codec = remembers(function(name)
+  return is_text(name, MAX_CODEC_BYTES)
+end, 'a codec must have a name of 1 to 40 bytes')
 
 -- The formats of whole numbers in msgpack, by their first byte.
 local WHOLE = {[0xcc] = '>B', [0xcd] = '>I2', [0xce] = '>I4', [0xcf] = '>I8', [0xd0] = '>b', [0xd1] = '>i2', [0xd2] = '>i4',
@@ -129,13 +140,9 @@ local function read_terms(packed)
   if number_in_terms(packed, at, 0, MAX_MS) ~= #packed + 1 then error('garbled') end
 end
 
-function arguments.terms(packed, known)
-  if packed ~= '' and not known[packed] then
-    if #packed > 65535 or not pcall(read_terms, packed) then refuse('the terms are not those of a work') end
-    known[packed] = true
-  end
-  return packed
-end
+arguments.terms = remembers(function(packed)
+  return packed == '' or (#packed < 65536 and pcall(read_terms, packed))
+end, 'the terms are not those of a work')
 
 function arguments.extension(packed)
   local ok, job_entries = pcall(record.split_extension, packed)

@@ -33,7 +33,7 @@ function VERBS.rebuild()
     end
   until cursor == '0'
   meta[LAST_AT], meta[LAST_STAMP], meta[PRIORITIES], meta[FORGET_AT] = newest, newest, ALL_PRIORITIES, 0
-  meta[TOTALS + KIND.ENQUEUED] = live
+  meta[TOTALS + KIND.ENQUEUED], meta[HAS_BRIEF] = live, 1
   metadata.write(QUEUE, meta)
   return 1
 end

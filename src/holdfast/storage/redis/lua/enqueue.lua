@@ -58,7 +58,7 @@ function enqueue.all(tx, ids, request_at, replies, outcomes)
 end
 
 function VERBS.enqueue()
-  local ids, heads, terms, replies, outcomes = arguments.ids(FIRST_ARG, REQUEST_ARGS), {}, {}, {}, {}
+  local ids, heads, replies, outcomes = arguments.ids(FIRST_ARG, REQUEST_ARGS), {}, {}, {}
   local tx = transaction.open(QUEUE)
   transaction.sweep_forgotten(tx, FORGET_PER_ITEM * #ids)
   enqueue.all(tx, ids, function(at)
@@ -77,7 +77,7 @@ function VERBS.enqueue()
       request.work_extension = arguments.extension(sub(request.terms, extension_at))
       request.terms = own
     end
-    if request.terms ~= '' then check_terms(request.terms, terms) end
+    check_terms(request.terms)
     return request
   end, replies, outcomes)
   transaction.close(tx)

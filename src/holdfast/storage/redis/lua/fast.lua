@@ -200,6 +200,7 @@ function fast.complete_remembered(tx, id, raw, head, settlement, worker)
   append(list_of(writes.zrem, ':running'), id)
   append(list_of(writes.zadd, INDEXES[outcome.state]), outcome.forget_at, id)
   tx.meta[FORGET_AT] = min(tx.meta[FORGET_AT], outcome.forget_at)
+  if outcome.state == BRIEF then tx.meta[HAS_BRIEF] = 1 end
   tx.entries[id] = REMOVED
   record_event(tx, KIND.COMPLETED, id, generation, run_at, waiters, outcome)
   if outcome.state == BRIEF and not outcome.result then note_form(tx, head, outcome, packed) end

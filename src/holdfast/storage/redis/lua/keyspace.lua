@@ -50,7 +50,7 @@ NEXT      generation I8  run_at I8  arrival I8  wall_at I8  takes_payload B  tak
 EXTENSION entries in the order of their tags: tag B  #value I4  value. Tags below 128 describe the job: they stay with its
           generation. The others describe the work: they travel with the payload. Only clients read values; unknown tags are
           kept. A record or a NEXT without entries has no such section.
-META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  unused B  priorities I2  forget_at I8  retrying i8
+META      160 + layout B  last_at I8  last_stamp I8  skew I8  paused B  has_brief B  priorities I2  forget_at I8  retrying i8
           deferred i8  the totals of the fifteen kinds i8 each  #steps B  steps (stamp I8  peak I8)  reason
 ]]
 
@@ -96,7 +96,7 @@ local FENCE_AT, LEASE_MS_AT, HOLDER_AT = 2, 10, 22
 
 -- The fields of a queue's metadata by their position in META. The total of a kind is at TOTALS + kind. A `time` is the same
 -- table: its first fields are the clock of the queue.
-local LAST_AT, LAST_STAMP, SKEW, PAUSED, PRIORITIES = 2, 3, 4, 5, 7
+local LAST_AT, LAST_STAMP, SKEW, PAUSED, HAS_BRIEF, PRIORITIES = 2, 3, 4, 5, 6, 7
 local FORGET_AT, RETRYING, DEFERRED_JOBS = 8, 9, 10
 local TOTALS = DEFERRED_JOBS
 local STEPS, REASON = TOTALS + KINDS + 1, TOTALS + KINDS + 2

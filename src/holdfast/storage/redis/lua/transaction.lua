@@ -178,6 +178,7 @@ local function save(tx, entry)
     end
     if job.outcome then
       meta[FORGET_AT] = min(meta[FORGET_AT], score)
+      if job.outcome.state == BRIEF then meta[HAS_BRIEF] = 1 end
     elseif not job.run and band(meta[PRIORITIES], PRIORITY_BITS[job.priority]) == 0 then
       meta[PRIORITIES] = meta[PRIORITIES] + PRIORITY_BITS[job.priority]
     end
@@ -253,7 +254,11 @@ end
 -- MAX_BRIEF with those that this step is `adding`. FORGET_AT is the earliest forget time of a record: it may be too early,
 -- never too late. It is set again when no more records are past their time.
 function transaction.sweep_forgotten(tx, limit, adding)
-  local surplus = adding and call('ZCARD', tx.queue .. ':brief') + adding - MAX_BRIEF or 0
+  local surplus = 0
+  if adding and tx.meta[HAS_BRIEF] == 1 then
+    local count = call('ZCARD', tx.queue .. ':brief')
+    tx.meta[HAS_BRIEF], surplus = min(count, 1), count + adding - MAX_BRIEF
+  end
   if tx.now < tx.meta[FORGET_AT] and surplus <= 0 then return 0 end
   local met, next_at = 0, NEVER
   for state = COMPLETED, BRIEF do

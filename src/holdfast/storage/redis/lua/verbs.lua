@@ -137,7 +137,7 @@ local function read_settlement(head, body, extra)
   end
   local bytes = has_body == 1 and body or nil
   if kind == COMPLETE then
-    if extra ~= 'json' then arguments.codec(extra) end
+    arguments.codec(extra)
     return {kind = kind, fence = fence, result_ttl_ms = first, dedup_ttl_ms = second, result = bytes, codec = extra,
       brief = counts == 1}
   elseif kind == FAIL then
@@ -157,7 +157,7 @@ local function split_follow_up(packed)
     arguments.extension(extension)
   end
   if priority > 9 or at > #packed + 1 then error('garbled') end
-  return priority, arguments.terms(terms, {}), extension, at
+  return priority, arguments.terms(terms), extension, at
 end
 
 local function read_follow_up(id, packed)
