@@ -36,15 +36,20 @@ local function once(verb, number)
 end
 
 function calls.run(keys, args)
-  call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
-  byte, max, min = string.byte, math.max, math.min
+  if not call then
+    call, pack, unpack_from, band, sub = redis.call, struct.pack, struct.unpack, bit.band, string.sub
+    byte, max, min = string.byte, math.max, math.min
+  end
   ARGS, QUEUE = args, sub(keys[1], 1, -#KEY_SUFFIX - 1)
   local verb, sender, number = unpack(args, 1, NUMBER_ARG)
   if not VERBS[verb] or not sender or #sender < WAITER_BYTES or not number or sub(keys[1], #QUEUE + 1) ~= KEY_SUFFIX then
     arguments.refuse('a call has a key that ends in :meta, a verb, a client of 12 characters and a number')
   end
-  CLIENT, DATABASE = sub(sender, 1, WAITER_BYTES), sub(sender, WAITER_BYTES + 1)
-  if DATABASE ~= '' and not string.find(DATABASE, '^@[0-9]+$') then arguments.refuse('only @ and a number follow a client') end
+  CLIENT, DATABASE = sender, ''
+  if #sender > WAITER_BYTES then
+    CLIENT, DATABASE = sub(sender, 1, WAITER_BYTES), sub(sender, WAITER_BYTES + 1)
+    if not string.find(DATABASE, '^@[0-9]+$') then arguments.refuse('only @ and a number follow a client') end
+  end
   SINGLE_NODE = #keys == 1 -- in a cluster, a call names all keys
   WALL = clock.wall_clock()
   if number == '' then return VERBS[verb]() end

@@ -101,10 +101,11 @@ local FORGET_AT, RETRYING, DEFERRED_JOBS = 8, 9, 10
 local TOTALS = DEFERRED_JOBS
 local STEPS, REASON = TOTALS + KINDS + 1, TOTALS + KINDS + 2
 
--- Per-call variables, set by `run` in calls.lua. The functions of the server are among them: they do not exist yet while a
--- server loads the library. SINGLE_NODE is true if this server has all keys. DATABASE is the end of the names of channels:
--- `@` and a number, or nothing in database 0.
+-- Functions of the server, which do not exist yet while it loads the library. The first call sets them.
 local call, pack, unpack_from, band, sub, byte, max, min
+
+-- Per-call variables, set by `run` in calls.lua. SINGLE_NODE is true if this server has all keys. DATABASE is the end of the names of channels:
+-- `@` and a number, or nothing in database 0.
 local ARGS, QUEUE, CLIENT, DATABASE, WALL, SINGLE_NODE
 
 local FIRST_ARG = 4 -- in ARGS, behind the verb, the client and its number

@@ -1,17 +1,22 @@
 -- Due jobs and expired leases, which claims and sweeps read from the indexes. Mirrors the part of storage/local/table.py
 -- that an enqueue does not need.
 
-local first_score = transaction.first_score
+local append, first_score = transaction.append, transaction.first_score
 local PAGE = 100
 leases.PAGE = PAGE -- leases that are read at a time
 
+local LISTS = {} -- of priorities, by their bits
+
 -- The priorities that waiting jobs may have, highest first.
 function leases.priorities_of(tx)
-  local found = {}
-  for priority = 9, 0, -1 do
-    if band(tx.meta[PRIORITIES], PRIORITY_BITS[priority]) ~= 0 then found[#found + 1] = priority end
+  local bits = tx.meta[PRIORITIES]
+  if not LISTS[bits] then
+    LISTS[bits] = {}
+    for priority = 9, 0, -1 do
+      if band(bits, PRIORITY_BITS[priority]) ~= 0 then append(LISTS[bits], priority) end
+    end
   end
-  return found
+  return LISTS[bits]
 end
 
 function leases.next_run_at(tx)
