@@ -20,6 +20,7 @@ from holdfast._client.request import BoundRequest, Handle, handles_of
 from holdfast._client.session import Session, check_shared
 from holdfast._client.stats import AppStats, app_stats
 from holdfast._client.task import Definition, Task, TaskDecorator
+from holdfast._core.applications import Application
 from holdfast._core.arguments import name_of
 from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec
@@ -106,6 +107,7 @@ class Holdfast(RunnableApp, Generic[T]):
             url, storage=storage, namespace=namespace, codec=codec, max_payload=max_payload, clock=clock
         )
         self._lifespan = lifespan
+        self._application = Application()
         self._tasks: dict[str, Definition] = {}
         self._around = AppHooks(find=self._find)
         self._on_event: list[OnEvent] = []
@@ -374,9 +376,15 @@ class Holdfast(RunnableApp, Generic[T]):
         return self
 
     def _inline_worker(self, handlers: Iterable[Handler], settings: WorkerSettings, *hooks: OnEvent) -> Worker:
-        inline = Inline(handlers, self._around, partial(application_of, self))
+        inline = Inline(handlers, self._around, self._find_application)
         dispatcher = HookDispatcher([*self._on_event, *hooks], self._around.report_error)
         return Worker(inline, partial(self._opened, inline), settings, dispatcher)
+
+    def _find_application(self) -> Application:
+        """Return the target and the source of this app. The search reads all modules: its result is kept."""
+        if not self._application.target:
+            self._application = application_of(self)
+        return self._application
 
     @asynccontextmanager
     async def _opened(self, inline: Inline | None = None) -> AsyncGenerator[Storage]:
