@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from holdfast import Failure, Holdfast, current_job
@@ -32,6 +33,25 @@ async def test_a_type_with_hooks_is_an_argument_and_a_result(app: Holdfast[Any],
         handle = await parents.enqueue(Path("/a/b"), [Path("/c/d")])
         assert await handle.result(wait=10) == [Path("/a"), Path("/c")]
     assert await app.queue("t").result(handle.id, type=list[Path]) == [Path("/a"), Path("/c")]
+
+
+@pytest.mark.parametrize("codec", ["json", "msgpack"])
+@pytest.mark.storages("memory")
+async def test_numpy_scalars_and_arrays_travel_with_hooks(app: Holdfast[Any], codec: str) -> None:
+    """The hooks are those of docs/tasks.md."""
+    app.codec_hooks(np.generic, encode=lambda value: value.item())  # type: ignore[type-abstract]
+    app.codec_hooks(np.ndarray, encode=np.ndarray.tolist, decode=np.array)
+
+    @app.task(name="t", codec=codec)
+    async def scale(values: np.ndarray, factor: float, times: int) -> np.ndarray:
+        assert (type(values), type(factor), type(times)) == (np.ndarray, float, int)
+        return values * factor * times
+
+    async with app.worker():
+        factor, times = cast("float", np.float32(0.5)), cast("int", np.int64(4))
+        scaled = await scale.call(np.array([1.5, 2.0]), factor, times)
+        assert isinstance(scaled, np.ndarray)
+        assert scaled.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.storages("memory")
