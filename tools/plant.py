@@ -952,8 +952,8 @@ BUGS = [
         "terms not checked",
         "options that no client can read are stored",
         "storage/redis/lua/arguments.lua",
-        "not pcall(read_terms, packed)",
-        "false",
+        "and pcall(read_terms, packed)",
+        "",
         (ARGUMENTS,),
     ),
     Bug(

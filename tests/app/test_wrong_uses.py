@@ -260,7 +260,7 @@ async def test_an_option_of_a_request_that_is_out_of_range_is_refused(
     async def task() -> None: ...
 
     with pytest.raises(OptionError, match=says):
-        await task.using(**{option: value}).enqueue()
+        task.using(**{option: value})
     with pytest.raises(OptionError, match=says):
         await app.queue("t").enqueue({}, **{option: value})
     assert (await app.stats()).queues == []

@@ -20,8 +20,8 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 3_480,
     "_client": 2_450,
-    "_worker": 4_270,
-    "storage": 9_260,
+    "_worker": 4_300,
+    "storage": 9_290,
     "storage/conformance": 3_360,
     "cli": 2_410,
     "": 370,

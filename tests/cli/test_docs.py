@@ -129,7 +129,7 @@ async def test_commands_of_a_page_work_as_written(reader: Reader, page: str) -> 
         assert "please check order 7 ValueError: order 7 has no total" in reader.behind[0][1].read_text()
 
 
-PAGES = ["tasks.md", "results.md", "errors.md", "workers.md", "queues-and-leases.md", "testing.md"]
+PAGES = ["tasks.md", "results.md", "errors.md", "workers.md", "queues-and-leases.md", "testing.md", "frameworks.md"]
 
 
 @pytest.mark.parametrize("page", [*PAGES, "reference/guarantees.md", "reference/api.md"])

@@ -35,7 +35,7 @@ def url(own: Server) -> str:
 
 def refused(own: Server) -> set[str]:
     """What the server has refused, except the names that a client gives itself."""
-    log: list[list[bytes]] = own.command("ACL", "LOG")  # type: ignore[assignment]
+    log: list[list[bytes]] = own.command("ACL", "LOG")
     entries = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in log]
     objects = {entry[b"object"].decode() for entry in entries}
     return objects - {"client|setinfo", "client|setname"}

@@ -147,7 +147,7 @@ def test_no_chunk_comes_near_luas_limit_of_local_variables() -> None:
         source = re.sub(r"--\[\[.*?\]\]", "", source, flags=re.DOTALL)
         declared = re.findall(r"(?m)^local (?:function (\w+)|(\w+(?:, \w+)*))", source)
         count = sum(len((function or names).split(", ")) for function, names in declared)
-        assert count <= (112 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
+        assert count <= (115 if name == "keyspace" else 50), f"{name}.lua has {count} locals"
 
 
 def test_fast_paths_are_switched_off_in_one_line() -> None:

@@ -20,7 +20,7 @@ from holdfast._core.lifecycle import newest_generation
 from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_at, to_update
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
-from holdfast.storage.validation import clean_id
+from holdfast.storage.validation import check_ids, clean_id
 
 if TYPE_CHECKING:
     from holdfast._client.sync import SyncUsing
@@ -65,7 +65,7 @@ class RequestTemplate:
         work: dict[str, Any] = {name: fields[name] for name in Work.__struct_fields__ if name in fields}
         self.queue = queue
         self.arguments = arguments
-        self.id = None if id is None else clean_id(id)
+        self.id = None if id is None else checked_id(queue, id)
         """The id that the caller chose; None for an id from the arguments, or a new one."""
         self.raises = on_conflict == "raise"
         """Whether a duplicate raises `DuplicateJob`."""
@@ -86,6 +86,12 @@ class RequestTemplate:
     def returns(self) -> Any:
         """Type of the result. It is read late, because an annotation may name a class that is defined later."""
         return Any if self.arguments is None else self.arguments.returns
+
+
+def checked_id(queue: str, id: str | bytes) -> str:
+    text = clean_id(id)
+    check_ids(queue, [text])
+    return text
 
 
 def _extension_of(fields: Mapping[str, Any]) -> Extension:
@@ -157,7 +163,7 @@ class Using(Generic[P, R]):
 
     def handle(self, id: str | bytes) -> Handle[R]:
         """Return the handle of a job that was requested before, in any process: `await task.handle(id).result()`."""
-        named = Request(id=clean_id(id), work=Work(None), custom_id=True)
+        named = Request(id=checked_id(self._definition.name, id), work=Work(None), custom_id=True)
         return Handle(self._session, BoundRequest(self._template, named), None)
 
     @property
