@@ -59,6 +59,7 @@ async def main():
                 print(await query.call(breaks))
             except JobFailed as error:
                 print(error.error.type)
+            await asyncio.sleep(0.2)  # The thread is idle again, and gets the next run.
 
 
 asyncio.run(main())
