@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import Holdfast, OptionError
+from holdfast import Failure, Holdfast, OptionError
 from tests.app.conftest import until
 
 App = Holdfast[Any]
@@ -85,6 +85,39 @@ async def test_a_workers_concurrency_limits_all_its_queues_together(app: App) ->
         await app.enqueue_many(task.bind() for task in (one, other) for _ in range(12))
         await until(lambda: gauge.ended == 24)
     assert gauge.most == 4
+
+
+@pytest.mark.storages("memory")
+@pytest.mark.parametrize("size", [1, 10])
+async def test_concurrency_of_a_worker_can_change_while_it_runs(app: App, size: int) -> None:
+    ended: list[int] = []
+    gate = asyncio.Semaphore(0)
+
+    @app.task(name="t", size=size)
+    async def work(number: int) -> None:
+        await gate.acquire()
+        ended.append(number)
+
+    def release(count: int) -> None:
+        for _ in range(count):
+            gate.release()
+
+    async with app.worker(concurrency=2) as worker:
+        await app.enqueue_many(work.bind(n) for n in range(30))
+        await until(lambda: worker.running == 2)
+        worker.set_concurrency(5)
+        await until(lambda: worker.running == 5)
+        worker.set_concurrency(None)
+        await until(lambda: worker.running == 30)
+        worker.set_concurrency(3)
+        await app.enqueue_many(work.bind(n) for n in range(30, 40))
+        release(28)
+        await until(lambda: len(ended) == 28 and worker.running == 3)
+        assert max(ended) < 30
+        release(12)
+        await until(lambda: len(ended) == 40)
+        with pytest.raises(OptionError, match="concurrency must be a whole number from 1"):
+            worker.set_concurrency(0)
 
 
 @pytest.mark.storages("memory")
@@ -283,6 +316,54 @@ async def test_a_worker_serves_the_queues_that_match(app: App) -> None:
     assert (await app.queue("mail.sort").stats()).ready == 1
     async with app.worker("mail.sort"):
         await until(lambda: len(ran) == 4)
+
+
+async def test_a_worker_may_serve_fail_handlers_alone(app: App) -> None:
+    failed: list[str] = []
+
+    def task(name: str) -> Any:
+        @app.task(name=name, max_retries=0)
+        async def fail() -> None:
+            raise ValueError(name)
+
+        return fail
+
+    tasks = [task(name) for name in ("mail.send", "mail.sort", "report")]
+    for each in tasks:
+
+        @each.on_failure
+        async def mourn(failure: Failure) -> None:
+            failed.append(failure.job.queue)
+
+    for each in tasks:
+        await each.enqueue()
+    worker = app.worker("mail.*/failed", burst=True)
+    assert worker.queues == ["mail.send/failed", "mail.sort/failed"]
+    await worker.run()
+    assert failed == []
+    assert (await app.queue("mail.send").stats()).ready == 1
+    await app.worker(["mail.send", "report"], burst=True).run()
+    assert sorted(failed) == ["mail.send", "report"]
+    assert app.worker("*/failed").queues == ["mail.send/failed", "mail.sort/failed", "report/failed"]
+    assert app.worker(["report/failed", "report"]).queues == ["report", "report/failed"]
+    async with app.worker("*/failed") as worker:
+        await worker.stop_serving("report/failed")
+        assert worker.queues == ["mail.send/failed", "mail.sort/failed"]
+
+
+@pytest.mark.storages("memory")
+async def test_a_pattern_without_a_fail_handler_is_refused(app: App) -> None:
+    @app.task(name="mail.send")
+    async def send() -> None: ...
+
+    with pytest.raises(OptionError, match=r"no fail handler matches 'mail.*/failed': the app has none"):
+        app.worker("mail.*/failed")
+
+    @send.on_failure
+    async def mourn(failure: Failure) -> None: ...
+
+    with pytest.raises(OptionError, match=r"no fail handler matches 'report/failed': the app has mail.send/failed"):
+        app.worker("report/failed")
 
 
 @pytest.mark.storages("memory")

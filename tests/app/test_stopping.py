@@ -499,6 +499,40 @@ async def test_a_burst_runs_everything_that_is_ready_and_ends(app: App) -> None:
     assert (await app.queue("t").stats()).scheduled == 1
 
 
+@pytest.mark.parametrize("limit", [1, 7, 300])
+async def test_a_burst_ends_after_its_number_of_runs(app: App, limit: int) -> None:
+    done: list[str] = []
+
+    @app.task(name="a")
+    async def one(number: int) -> None:
+        done.append("a")
+
+    @app.task(name="b", max_retries=1, min_backoff=0, max_backoff=0)
+    def other(number: int) -> None:
+        done.append("b")
+        raise ValueError("counts twice")
+
+    await app.enqueue_many(task.bind(n) for n in range(300) for task in (one, other))
+    await asyncio.wait_for(app.worker(burst=True, max_burst_jobs=limit).run(), 20)
+    assert len(done) == limit
+    stats = (await app.stats()).queues
+    assert sum(queue.running for queue in stats) == 0
+    assert sum(queue.ready for queue in stats) >= 600 - limit
+    await asyncio.wait_for(app.worker(burst=True, max_burst_jobs=2_000).run(), 20)
+    assert len(done) == 900
+
+
+@pytest.mark.storages("memory")
+async def test_a_limit_of_runs_is_for_bursts_only(app: App) -> None:
+    @app.task(name="t")
+    async def work() -> None: ...
+
+    with pytest.raises(OptionError, match="max_burst_jobs limits a burst: pass burst=True, too"):
+        app.worker(max_burst_jobs=3)
+    with pytest.raises(OptionError, match="max_burst_jobs must be a whole number from 1"):
+        app.worker(burst=True, max_burst_jobs=0)
+
+
 async def test_a_burst_runs_the_fail_handlers_too(app: App) -> None:
     told: list[Any] = []
 

@@ -312,6 +312,16 @@ async def test_burst_runs_ready_jobs_and_ends(scene: Scene) -> None:
 
 
 @pytest.mark.storages("sqlite")
+async def test_burst_ends_after_the_number_of_runs_of_the_option(scene: Scene) -> None:
+    for number in range(40):
+        await scene.app.queue("quick").enqueue({"number": number})
+    worker = scene.start("held:app", "--burst", "--processes", "2", "--max-burst-jobs", "25")
+    assert await worker.exited(20) == 0
+    stats = await scene.app.queue("quick").stats()
+    assert (stats.totals["completed"], stats.ready, stats.running) == (25, 15, 0)
+
+
+@pytest.mark.storages("sqlite")
 async def test_log_lines_are_json_if_requested(scene: Scene) -> None:
     await scene.app.queue("quick").enqueue({"number": 7}, id="seven")
     await scene.app.queue("raise").enqueue({"message": "no luck"}, id="luckless")

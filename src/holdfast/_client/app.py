@@ -73,6 +73,7 @@ class WorkerOptions(TypedDict, total=False):
     max_jobs: int | None
     max_memory: int | None
     burst: bool
+    max_burst_jobs: int | None
 
 
 class Holdfast(RunnableApp, Generic[T]):
@@ -310,12 +311,14 @@ class Holdfast(RunnableApp, Generic[T]):
         max_jobs: int | None = None,
         max_memory: int | None = None,
         burst: bool = False,
+        max_burst_jobs: int | None = None,
     ) -> Worker:
         """Return a worker: `async with app.worker(): …`. Runs are on this event loop, or in child `processes`.
 
-        `queues` are names or patterns ("reports.*"); the default is all tasks. `concurrency` is the maximum number of
-        runs. Jobs of a dead worker run again within 1.5 leases and 1 s. The end of the block gives runs `grace` seconds
-        to finish. A `burst` worker ends when no job is ready.
+        `queues` are names or patterns ("reports.*", or "*/failed" for fail handlers alone); the default is all tasks.
+        `concurrency` is the maximum number of concurrent runs. Jobs of a dead worker run again within 1.5 leases and
+        1 s. The end of the block gives runs `grace` seconds to finish. A `burst` worker ends when no job is ready, or
+        after `max_burst_jobs` runs.
 
         Child processes import the app, which must be at the top of a module, and can be killed: if a run does not stop,
         its process ends after `drain_grace` seconds for its other runs. A process is replaced after `max_jobs` jobs, or
@@ -323,6 +326,8 @@ class Holdfast(RunnableApp, Generic[T]):
         """
         if name is not None:
             check_worker(name)
+        if max_burst_jobs is not None and not burst:
+            raise OptionError("max_burst_jobs limits a burst: pass burst=True, too")
         patterns = queues if queues is None or isinstance(queues, str) else list(queues)
         handlers = self._served(patterns)
         settings = WorkerSettings(
@@ -332,6 +337,7 @@ class Holdfast(RunnableApp, Generic[T]):
             grace_s=to_ms("grace", grace) / 1000,
             concurrency=None if concurrency is None else to_count("concurrency", concurrency, 1),
             burst=burst,
+            max_burst_jobs=None if max_burst_jobs is None else to_count("max_burst_jobs", max_burst_jobs, 1),
         )
         if processes is None:
             return self._inline_worker(handlers, settings)

@@ -102,7 +102,9 @@ class Capacity:
         self.hosts: dict[int, Host] = {}
         self._loads: dict[str, QueueLoad] = {}
         """All queues that were ever served: runs of a queue may outlast its service."""
-        self._max_runs = max_runs
+        self.max_runs = max_runs
+        self.runs_left: int | None = None
+        """How many more runs the worker may start before it ends; None for no limit. The claimer counts them."""
         self._unplaced = 0
         self._with_unplaced: dict[str, QueueLoad] = {}
         """Queues with jobs that wait for a host."""
@@ -279,11 +281,13 @@ class Capacity:
         return {number: units + self.hosts[number].lent for number, units in free.items()} if waited else free
 
     def _run_slots(self, waited: bool) -> int:
-        """How many more runs `max_runs` allows, at most `MAX_CLAIM`. A run that waits for another one lends its own."""
-        if self._max_runs is None:
-            return MAX_CLAIM
-        lent = min(self._lending, LENT_TIMES * self._max_runs) if waited else 0
-        return min(MAX_CLAIM, self._max_runs + lent - self.runs - self._unplaced - self._claiming)
+        """How many more runs `max_runs` and `runs_left` allow, at most `MAX_CLAIM`. A run that waits for another one
+        lends its own."""
+        most = MAX_CLAIM if self.runs_left is None else min(MAX_CLAIM, self.runs_left - self._claiming)
+        if self.max_runs is None:
+            return most
+        lent = min(self._lending, LENT_TIMES * self.max_runs) if waited else 0
+        return min(most, self.max_runs + lent - self.runs - self._unplaced - self._claiming)
 
     def _fitting(self, load: QueueLoad, free: dict[int, int]) -> int:
         """How many more jobs of a queue fit into these free units."""

@@ -36,6 +36,7 @@ class Claimer:
         self._settings = context.settings
         self._name = context.settings.name
         self.capacity = ClaimPlanner(context.executor.host_capacity, context.settings.concurrency)
+        self.capacity.runs_left = context.settings.max_burst_jobs
         self._rng = random.Random()
         self.changed = asyncio.Event()
         """Set when there may be new work or free capacity."""
@@ -94,8 +95,9 @@ class Claimer:
                     self._start(self._poll(), "poll")
             now = loop.time()
             self._claim_what_fits(now)
-            if self._settings.burst and not self._is_busy() and self.capacity.idle:
-                if not self._look_again:
+            spent = self.capacity.runs_left == 0
+            if self._settings.burst and not self._is_busy() and (spent or self.capacity.idle):
+                if spent or not self._look_again:
                     return
                 self._look_again = False
                 for queue in self.capacity.served:
@@ -185,6 +187,8 @@ class Claimer:
             return
         run = Run(config, job, sent_at)
         context.held[run.key] = run
+        if self.capacity.runs_left is not None:
+            self.capacity.runs_left -= 1
         context.executor.start(run)
         if context.hooks.on_event:
             context.hooks.publish(RunEvent(kind=EventKind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))

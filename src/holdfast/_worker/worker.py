@@ -14,6 +14,7 @@ from typing import Self
 
 import msgspec
 
+from holdfast._core.options import to_count
 from holdfast._core.retry_policy import QueueConfig
 from holdfast._worker.claimer import Claimer
 from holdfast._worker.executor import Executor, Run
@@ -41,6 +42,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most runs at the same time; None for no limit but the capacity."""
     burst: bool = False
     """End when no job is ready any more."""
+    max_burst_jobs: int | None = None
+    """A burst ends after this number of runs; None for no limit."""
     heartbeat: bool = True
     """Extend the leases of runs. False only in tests in which the clock of the storage does not move."""
 
@@ -112,6 +115,13 @@ class Worker:
     def running(self) -> int:
         """Number of runs at the moment."""
         return self._context.claimer.capacity.runs
+
+    def set_concurrency(self, concurrency: int | None) -> None:
+        """Change the maximum number of concurrent runs, also while the worker runs; None for no limit but the capacity.
+        Runs that exceed the new maximum may finish. Call this on the event loop of the worker."""
+        claimer = self._context.claimer
+        claimer.capacity.max_runs = None if concurrency is None else to_count("concurrency", concurrency, 1)
+        claimer.changed.set()
 
     # From start to end
 
@@ -244,14 +254,19 @@ class Worker:
 
 
 def choose(known: Iterable[str], queues: str | Iterable[str] | None) -> list[str]:
-    """The queues that match names or patterns, each task with the queue of its fail handler."""
+    """The queues that match names or patterns, each task with the queue of its fail handler. A pattern that ends in
+    `/failed` chooses fail handlers alone."""
     names = list(known)
-    tasks = [name for name in names if not name.endswith(FAILED_SUFFIX)]
-    if not tasks:
+    if not names:
         raise OptionError("this app has no tasks: import the modules that define them before the worker starts")
     patterns = ["*"] if queues is None else [queues] if isinstance(queues, str) else list(queues)
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not fnmatch.filter(tasks, pattern):
-            raise OptionError(f"no task matches {pattern!r:.80}: the app has {', '.join(tasks)}")
-    chosen = {name for name in tasks if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    return [name for name in names if name.removesuffix(FAILED_SUFFIX) in chosen]
+        only_failed = pattern.endswith(FAILED_SUFFIX)
+        candidates = [name for name in names if name.endswith(FAILED_SUFFIX) is only_failed]
+        matching = fnmatch.filter(candidates, pattern)
+        if not matching:
+            what = "fail handler" if only_failed else "task"
+            raise OptionError(f"no {what} matches {pattern!r:.80}: the app has {', '.join(candidates) or 'none'}")
+        chosen.update(matching)
+    return [name for name in names if name in chosen or name.removesuffix(FAILED_SUFFIX) in chosen]

@@ -48,7 +48,10 @@ class Size(click.ParamType[int]):
 @click.command()
 @click.argument("target", metavar="MODULE[:APP]")
 @click.option(
-    "--queues", multiple=True, metavar="PATTERN", help="Serve only these queues: a name or 'reports.*'. Repeatable."
+    "--queues",
+    multiple=True,
+    metavar="PATTERN",
+    help="Serve only these queues: a name or 'reports.*', or '*/failed' for fail handlers alone. Repeatable.",
 )
 @click.option(
     "--processes", type=click.IntRange(1, MAX_PROCESSES), help="Number of child processes.  [default: one per CPU]"
@@ -79,6 +82,7 @@ class Size(click.ParamType[int]):
 @click.option("--max-jobs", type=click.IntRange(1), help="Replace a child after this number of jobs.")
 @click.option("--max-memory", type=Size(), help="Replace a child that uses more memory than this, for example 500M.")
 @click.option("--burst", is_flag=True, help="Exit when no job is due.")
+@click.option("--max-burst-jobs", type=click.IntRange(1), help="Exit a burst after this number of runs.")
 @click.option("--url", metavar="URL", help="URL of the storage, for an app that is created without one.")
 @click.option("--namespace", metavar="NAME", help="Namespace, for an app that is created without one.")
 @click.option(
@@ -108,6 +112,7 @@ def worker(
     max_jobs: int | None,
     max_memory: int | None,
     burst: bool,
+    max_burst_jobs: int | None,
     url: str | None,
     namespace: str | None,
     log_format: str,
@@ -142,6 +147,8 @@ def worker(
     """
     if inline and any(option is not None for option in (processes, max_jobs, max_memory)):
         raise click.UsageError("--inline has no child processes: remove --processes, --max-jobs and --max-memory")
+    if max_burst_jobs is not None and not burst:
+        raise click.UsageError("--max-burst-jobs limits a burst: add --burst")
     parse_target(target)
     name = default_worker_name() if name is None else name
     check_worker(name)
@@ -155,7 +162,15 @@ def worker(
         app = import_app(target, Holdfast)
         parts = app_parts(app)
         _check_app_uses(chosen, parts.url, parts.namespace)
-        made = app.worker(patterns, concurrency=concurrency, name=name, lease=lease, grace=grace, burst=burst)
+        made = app.worker(
+            patterns,
+            concurrency=concurrency,
+            name=name,
+            lease=lease,
+            grace=grace,
+            burst=burst,
+            max_burst_jobs=max_burst_jobs,
+        )
         asyncio.run(serve_until_signal(made))
         return
     pool = Pool(
@@ -177,6 +192,7 @@ def worker(
         grace_s=grace,
         concurrency=concurrency,
         burst=burst,
+        max_burst_jobs=max_burst_jobs,
     )
 
     async def main() -> None:
