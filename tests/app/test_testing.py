@@ -31,7 +31,8 @@ from holdfast import (
     current_job,
 )
 from holdfast.storage.local.memory import MemoryStorage
-from holdfast.testing import MAX_MORE_RUNS, START, Rehearsal, rehearse
+from holdfast.testing import Rehearsal, rehearse
+from holdfast.testing.rehearsal import MAX_MORE_RUNS, START
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ DOCUMENTED_EDGES = {
     "holdfast.storage.conformance": {"MODULES", "Stage", "StorageHarness", "clock", "stage"},
 }
 """Public functions of modules that are otherwise private."""
-TOP_LEVEL = {"__init__", "__main__", "errors", "pytest_plugin", "testing", "version"}
+TOP_LEVEL = {"__init__", "__main__", "errors", "pytest_plugin", "version"}
 """Modules that may lie directly in the package."""
-PACKAGES = {"_client", "_core", "_worker", "cli", "storage"}
+PACKAGES = {"_client", "_core", "_worker", "cli", "storage", "testing"}
 IMPORT = re.compile(r"from (holdfast[\w.]*) import (\([^)]*\)|[^\n#;]+)")
 
 

@@ -24,12 +24,13 @@ BUDGETS = {
     "storage": 9_290,
     "storage/conformance": 3_360,
     "cli": 2_410,
-    "": 370,
+    "testing": 380,
+    "": 260,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 19_900
+WITHOUT_CLI = 20_020
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

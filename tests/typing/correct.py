@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import unittest
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from holdfast import (
 )
 from holdfast._client.sync import SyncHandle, SyncLease
 from holdfast.storage import Storage, connect
-from holdfast.testing import Rehearsal, rehearse
+from holdfast.testing import Rehearsal, RehearsalMixin, RehearsedRequest, SyncRehearsal, rehearse
 
 
 @dataclass
@@ -471,3 +472,20 @@ async def practise() -> None:
         assert_type(await jobs.advance(days=1), list[RunEvent])
         assert_type(jobs.ran(add), list[RunEvent])
         assert jobs.ran("reports.make") == []
+        jobs.assert_enqueued(add, a=1)
+        jobs.assert_not_enqueued(add.using(priority=3), b=2)
+        assert_type(jobs.enqueued(add), list[RehearsedRequest])
+
+
+def practise_without_a_loop() -> None:
+    with rehearse(app) as jobs:
+        assert_type(jobs.sync, SyncRehearsal)
+        assert_type(jobs.sync.drain(max_runs=3), list[RunEvent])
+        assert_type(jobs.sync.advance(days=1), list[RunEvent])
+
+
+class AddTest(RehearsalMixin, unittest.TestCase):
+    app = app
+
+    def test_add(self) -> None:
+        assert_type(self.jobs, Rehearsal)

@@ -266,5 +266,7 @@ async def worker() -> None:
         pass
     with rehearse(app) as jobs:
         jobs.advance(days=1)  # error
+        jobs.sync.advance(days="1")  # error
+        jobs.assert_enqueued(app)  # error
         await jobs.advance(days="1")  # error
         want_text(datetime.now(UTC) - jobs.now)  # error

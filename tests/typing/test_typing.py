@@ -72,6 +72,7 @@ def test_type_checkers_accept_correct_code_and_report_each_mistake(ask: Callable
 def test_code_accepted_by_type_checkers_runs() -> None:
     asyncio.run(correct.main())
     asyncio.run(correct.practise())
+    correct.practise_without_a_loop()
     assert "complete" in correct.seen
     assert "duplicate" in correct.seen
     assert "2 permanent" in correct.seen

@@ -1,22 +1,16 @@
-"""Test an app: its jobs are in memory, the test moves the clock, and a worker runs the ready jobs on demand.
-
->>> async def test_a_reminder_is_sent_after_a_day():
-...     with rehearse(app) as jobs:
-...         await remind.using(delay=86_400).enqueue("ada")
-...         assert await jobs.drain() == []
-...         await jobs.advance(days=1)
-...         assert [run.id for run in jobs.ran(remind)] == [...]
-
-With pytest, the fixture `rehearse` does the same without the `with`: `jobs = rehearse(app)`.
-"""
+"""An app whose jobs are in memory, and a worker that runs the ready jobs when the test asks for it."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 from holdfast._client.app import MAX_LEASE_MS, Holdfast
+from holdfast._client.request import Using
+from holdfast._client.sync import Blocking, blocking
 from holdfast._client.task import Task
+from holdfast._core.arguments import SignatureMismatch
 from holdfast._core.clock import ManualClock
 from holdfast._core.events import EventKind
 from holdfast._core.options import from_at, to_at
@@ -24,9 +18,7 @@ from holdfast._worker.handler import Handler
 from holdfast._worker.telemetry import RunEvent, default_worker_name
 from holdfast._worker.worker import WorkerSettings
 from holdfast.errors import HoldfastError, OptionError
-from holdfast.storage.local.memory import MemoryStorage
-
-__all__ = ["Rehearsal", "rehearse"]
+from holdfast.testing.requests import Expectation, RehearsalStorage, RehearsedRequest, SeenRequest, describe, show
 
 MAX_MORE_RUNS = 10_000
 """How many more jobs a drain runs than were ready when it began: still more mean that it would never end."""
@@ -42,16 +34,21 @@ class Rehearsal:
         self._app = app
         self._session = app._session  # pyright: ignore[reportPrivateUsage]
         self.clock = ManualClock(to_at("now", now) / 1e6)
-        self._storage: MemoryStorage
+        self._storage: RehearsalStorage
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        self._storage = MemoryStorage(clock=self.clock)
+        self._storage = RehearsalStorage(self.clock)
         self._session.rehearse(self._storage)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._session.rehearse(None)
+
+    @property
+    def sync(self) -> SyncRehearsal:
+        """The blocking version of this rehearsal, for tests that are not async."""
+        return SyncRehearsal(self._session, self)
 
     @property
     def now(self) -> datetime:
@@ -109,8 +106,59 @@ class Rehearsal:
         name = task if isinstance(task, str) or task is None else task.name
         return [run for run in self._runs if run.kind is not EventKind.CLAIMED and name in (None, run.queue)]
 
+    # What was enqueued
+
+    def enqueued(self, task: Using[..., Any] | str | None = None) -> list[RehearsedRequest]:
+        """The requests so far, in order, of one task or of all. Each had a job run, or has it run later: duplicates are
+        left out."""
+        wanted = None if task is None else Expectation(task, {})
+        return [
+            describe(seen, self._arguments_of(seen))
+            for seen in self._storage.seen
+            if wanted is None or wanted.matches(seen, None)
+        ]
+
+    def assert_enqueued(self, task: Using[..., Any] | str, /, **arguments: object) -> None:
+        """Raise `AssertionError` unless the task was enqueued with these arguments, by name, among others. The request
+        may have ended. Options of `using` must be those of the request:
+        `jobs.assert_enqueued(remind.using(delay=60), who="ada")`."""
+        wanted = Expectation(task, arguments)
+        if not self._find(wanted):
+            others = [describe(seen, self._arguments_of(seen)) for seen in self._storage.seen]
+            instead = f"; these were:{show(others)}" if others else ": nothing was"
+            raise AssertionError(f"{wanted} was not enqueued{instead}")
+
+    def assert_not_enqueued(self, task: Using[..., Any] | str, /, **arguments: object) -> None:
+        """Raise `AssertionError` if the task was enqueued with these arguments, and with the options of `using`."""
+        wanted = Expectation(task, arguments)
+        if found := self._find(wanted):
+            raise AssertionError(f"{wanted} was enqueued:{show(found)}")
+
+    def _find(self, wanted: Expectation) -> list[RehearsedRequest]:
+        pairs = ((seen, self._arguments_of(seen)) for seen in self._storage.seen if seen.queue == wanted.queue)
+        return [describe(seen, arguments) for seen, arguments in pairs if wanted.matches(seen, arguments)]
+
+    def _arguments_of(self, seen: SeenRequest) -> Any:
+        """The arguments of a request by name; the payload if the queue has no task, or another signature."""
+        work, codecs = seen.request.work, self._session.codecs
+        definition = self._app._tasks.get(seen.queue)  # pyright: ignore[reportPrivateUsage]
+        if work.payload is None:  # A retry keeps the payload of the record.
+            return {}
+        if definition is not None:
+            with suppress(HoldfastError, SignatureMismatch):
+                arguments = definition.arguments
+                return arguments.named(arguments.decode(codecs.get(work.codec), work.payload))
+        return codecs.decode_or_leave(work.payload, work.codec)
+
     def _handlers(self) -> list[Handler]:
         return self._app._served(None)  # pyright: ignore[reportPrivateUsage]
+
+
+class SyncRehearsal(Blocking[Rehearsal], mirrors=Rehearsal):
+    """A rehearsal, blocking, for tests that are not async. See `Rehearsal`."""
+
+    drain = blocking(Rehearsal.drain)
+    advance = blocking(Rehearsal.advance)
 
 
 rehearse = Rehearsal
