@@ -23,7 +23,7 @@ BUDGETS = {
     "_worker": 4_300,
     "storage": 9_290,
     "storage/conformance": 3_360,
-    "cli": 2_410,
+    "cli": 2_420,
     "testing": 380,
     "": 260,
 }
