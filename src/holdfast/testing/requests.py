@@ -96,9 +96,10 @@ class Expectation:
 
     def _check_names(self) -> None:
         """Refuse an argument that the task does not have: an assertion that it was not enqueued would always hold."""
-        task = self._template.arguments
-        parameters = {} if task is None else task.signature.parameters
-        if task is None or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        if self._template.arguments is None:
+            return
+        parameters = self._template.arguments.signature.parameters
+        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
             return
         for name in self._arguments:
             if name not in parameters:
