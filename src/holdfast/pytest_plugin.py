@@ -1,6 +1,6 @@
-"""The pytest fixture `rehearse`. See holdfast.testing.
+"""The pytest fixtures `rehearse` and `eager`. See holdfast.testing.
 
-Every pytest run in an environment with Holdfast loads this module, so it imports the package only inside the fixture.
+Every pytest run in an environment with Holdfast loads this module, so it imports the package only inside the fixtures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from holdfast._client.app import Holdfast
-    from holdfast.testing import Rehearsal
+    from holdfast.testing import EagerRehearsal, Rehearsal
 
 
 @pytest.fixture
@@ -23,3 +23,12 @@ def rehearse() -> Iterator[Callable[[Holdfast[Any]], Rehearsal]]:
 
     with ExitStack() as stack:
         yield lambda app: stack.enter_context(Rehearsal(app))
+
+
+@pytest.fixture
+def eager() -> Iterator[Callable[[Holdfast[Any]], EagerRehearsal]]:
+    """Run each job of an app before its `enqueue` returns, until the test ends: `jobs = eager(app)`."""
+    from holdfast.testing import EagerRehearsal
+
+    with ExitStack() as stack:
+        yield lambda app: stack.enter_context(EagerRehearsal(app))

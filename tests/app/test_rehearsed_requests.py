@@ -207,6 +207,13 @@ class AsyncTest(RehearsalMixin, unittest.IsolatedAsyncioTestCase):
         await remind.enqueue("ada")
         self.assertEqual(len(await self.jobs.drain()), 1)
 
+class EagerTest(RehearsalMixin, unittest.TestCase):
+    app = app
+    eager = True
+
+    def test_a_reminder(self):
+        self.assertEqual(remind.sync.call("ada"), "dear ada")
+
 class LastTest(unittest.TestCase):
     def test_the_app_is_itself_again(self):
         self.assertIn("nowhere.invalid", repr(app))
@@ -218,5 +225,5 @@ def test_a_test_case_of_unittest_rehearses_its_app(tmp_path: Path) -> None:
     (tmp_path / "test_shop.py").write_text(textwrap.dedent(CASES))
     command = [sys.executable, "-W", "error", "-m", "unittest", "-v", "test_shop"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert "Ran 4 tests" in done.stderr, done.stderr
+    assert "Ran 5 tests" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr

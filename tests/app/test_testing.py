@@ -502,6 +502,11 @@ async def _rehearsed(jobs):
 def test_a_reminder(rehearse):
     asyncio.run(_rehearsed(rehearse(shop.app)))
 
+def test_a_reminder_at_once(eager):
+    jobs = eager(shop.app)
+    assert shop.remind.sync.call("ada") == "dear ada"
+    jobs.assert_enqueued(shop.remind, who="ada")
+
 def test_nothing_is_left_of_the_other_test(rehearse):
     jobs = rehearse(shop.app)
     assert jobs.ran() == []
@@ -530,9 +535,9 @@ def project(tmp_path: Path) -> Callable[[str], subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.suite("usual")
-def test_the_fixture_comes_with_the_package(project: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
+def test_the_fixtures_come_with_the_package(project: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     done = project(TESTS)
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
 
 

@@ -42,7 +42,7 @@ from holdfast import (
 )
 from holdfast._client.sync import SyncHandle, SyncLease
 from holdfast.storage import Storage, connect
-from holdfast.testing import Rehearsal, RehearsalMixin, RehearsedRequest, SyncRehearsal, rehearse
+from holdfast.testing import EagerRehearsal, Rehearsal, RehearsalMixin, RehearsedRequest, SyncRehearsal, eager, rehearse
 
 
 @dataclass
@@ -482,6 +482,13 @@ def practise_without_a_loop() -> None:
         assert_type(jobs.sync, SyncRehearsal)
         assert_type(jobs.sync.drain(max_runs=3), list[RunEvent])
         assert_type(jobs.sync.advance(days=1), list[RunEvent])
+
+
+def practise_in_place() -> None:
+    with eager(app, raises=False) as jobs:
+        assert_type(jobs, EagerRehearsal)
+        assert_type(add.sync.call(1, 2), int)
+        assert_type(jobs.sync.drain(), list[RunEvent])
 
 
 class AddTest(RehearsalMixin, unittest.TestCase):

@@ -73,6 +73,7 @@ def test_code_accepted_by_type_checkers_runs() -> None:
     asyncio.run(correct.main())
     asyncio.run(correct.practise())
     correct.practise_without_a_loop()
+    correct.practise_in_place()
     assert "complete" in correct.seen
     assert "duplicate" in correct.seen
     assert "2 permanent" in correct.seen

@@ -225,7 +225,7 @@ class Handle(Generic[R_co]):
 
         Raises `JobFailed`, `JobCancelled`, `JobForgotten`, or `WaitTimeout`, after which the job continues.
         """
-        wait_s = to_wait_s(wait)
+        wait_s = 0.0 if self._session.eager else to_wait_s(wait)
         outcome = self._cached
         if outcome is None:
             if not self.generation:  # It was sent in a transaction of the caller, or this is `task.handle`.
@@ -294,6 +294,10 @@ async def enqueue(session: Session, bound: BoundRequest[R]) -> Handle[R]:
 
 async def call(session: Session, bound: BoundRequest[Any]) -> Any:
     template = bound.template
+    if session.eager:  # The run is over when the request is stored, so its time is no wait.
+        kept = replace(bound.request, keep_ms=waiters.KEEP_FOREVER_MS)
+        handle: Handle[Any] = await enqueue(session, BoundRequest(template, kept))
+        return await handle.result()
     reply, outcome = await waiters.ask(
         session.storage, bound.queue, bound.request, wait_s=template.wait_s, check=bound.check
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from holdfast._client.settings import find_settings, warn_of_default
@@ -69,6 +71,8 @@ class Session:
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self.rehearsal: Storage | None = None
         """The storage of a rehearsal. It is used on every loop, and opens at its first use."""
+        self.run_blocking: Callable[[Callable[[], Awaitable[Any]]], Any] | None = None
+        """Runs blocking calls on the threads of their callers, in an eager rehearsal."""
         self._users_in_rehearsal = 0
 
     def __repr__(self) -> str:
@@ -134,13 +138,20 @@ class Session:
         self._warns = False
         self._storage.lazy = True
 
-    def rehearse(self, storage: Storage | None) -> None:
-        """Use another storage on every loop; None ends this rehearsal. For tests."""
+    def rehearse(
+        self, storage: Storage | None, run_blocking: Callable[[Callable[[], Awaitable[Any]]], Any] | None = None
+    ) -> None:
+        """Use another storage on every loop; None ends this rehearsal. With `run_blocking` it is eager. For tests."""
         if storage is not None:
             if self.rehearsal is not None:
                 raise OptionError("the app is already in a rehearsal: end that one first")
             storage.open_lazily()
-        self.rehearsal = storage
+        self.rehearsal, self.run_blocking = storage, run_blocking
+
+    @property
+    def eager(self) -> bool:
+        """Whether a job runs before its enqueue returns."""
+        return self.run_blocking is not None
 
     async def open_for_blocking_calls(self) -> None:
         """Open the storage on the running loop too, if it is not open there."""

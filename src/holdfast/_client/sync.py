@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
 from holdfast._client import familiar
 from holdfast._client.app import Holdfast
@@ -54,6 +54,8 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 def run(session: Session, make: Callable[[], Awaitable[T]]) -> T:
     """Await the result of `make` on the background loop, and wait for it."""
     _refuse_in_a_loop()
+    if session.run_blocking is not None:
+        return cast("T", session.run_blocking(make))
 
     async def opened() -> T:
         await session.open_for_blocking_calls()

@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -175,9 +175,7 @@ class AppHooks:
 # One run
 
 
-async def perform(
-    job: Job, current: CurrentJob, handler: Handler, hooks: AppHooks, threads: ThreadPoolExecutor
-) -> Ended:
+async def perform(job: Job, current: CurrentJob, handler: Handler, hooks: AppHooks, threads: Executor) -> Ended:
     """Run one job: decode, middleware, handler, `after_execution`. Raises only KeyboardInterrupt and GeneratorExit."""
     running.set(current)
     started = asyncio.get_running_loop().time()
@@ -224,9 +222,7 @@ async def _with_payload(failed: Failure, handler: Handler, hooks: AppHooks) -> F
     return replace(failed, payload=payload)
 
 
-async def _call(
-    handler: Handler, arguments: Any, current: CurrentJob, hooks: AppHooks, threads: ThreadPoolExecutor
-) -> Any:
+async def _call(handler: Handler, arguments: Any, current: CurrentJob, hooks: AppHooks, threads: Executor) -> Any:
     args, kwargs = handler.arguments.call(arguments) if handler.fails_for is None else ((arguments,), {})
     function = handler.arguments.function
     if handler.is_async and not hooks.middleware and not hooks.around:
@@ -275,7 +271,7 @@ async def _call_async(function: Proceed) -> Any:
     return await function()
 
 
-async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, threads: ThreadPoolExecutor) -> Any:
+async def _call_on_thread(function: Callable[[], Any], current: CurrentJob, threads: Executor) -> Any:
     context = contextvars.copy_context()
     current.on_loop = False
     try:

@@ -7,12 +7,14 @@
 ...         await jobs.advance(days=1)
 ...         jobs.assert_enqueued(remind, who="ada")
 
-Tests that are not async use `jobs.sync`. With pytest, the fixture `rehearse` does the same without the `with`:
-`jobs = rehearse(app)`. Test cases of unittest have the mixin `RehearsalMixin`.
+With `eager(app)` instead, a job runs before its `enqueue` returns. Tests that are not async use `jobs.sync`. With
+pytest, fixtures of the same names do the same without the `with`: `jobs = rehearse(app)`. Test cases of unittest have
+the mixin `RehearsalMixin`.
 """
 
 from holdfast.testing.case import RehearsalMixin
+from holdfast.testing.eager import EagerRehearsal, eager
 from holdfast.testing.rehearsal import Rehearsal, SyncRehearsal, rehearse
 from holdfast.testing.requests import RehearsedRequest
 
-__all__ = ["Rehearsal", "RehearsalMixin", "RehearsedRequest", "SyncRehearsal", "rehearse"]
+__all__ = ["EagerRehearsal", "Rehearsal", "RehearsalMixin", "RehearsedRequest", "SyncRehearsal", "eager", "rehearse"]

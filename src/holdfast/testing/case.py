@@ -6,6 +6,7 @@ import unittest
 from typing import Any, ClassVar
 
 from holdfast._client.app import Holdfast
+from holdfast.testing.eager import EagerRehearsal
 from holdfast.testing.rehearsal import Rehearsal
 
 
@@ -15,9 +16,11 @@ class RehearsalMixin(unittest.TestCase):
 
     app: ClassVar[Holdfast[Any]]
     """The app to rehearse. Each test class sets it."""
+    eager: ClassVar[bool] = False
+    """Whether jobs run before their `enqueue` returns."""
     jobs: Rehearsal
     """The rehearsal of the present test."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.jobs = self.enterContext(Rehearsal(self.app))
+        self.jobs = self.enterContext(EagerRehearsal(self.app) if self.eager else Rehearsal(self.app))

@@ -75,7 +75,7 @@ class Rehearsal:
         worker = self._app._inline_worker(self._handlers(), settings, note)  # pyright: ignore[reportPrivateUsage]
         await worker.run()
         if len(self._runs) - before > 2 * max_runs:
-            raise HoldfastError(f"drain started more than {max_runs} runs: does a job enqueue itself without a delay?")
+            raise endless(max_runs)
         return [event for event in self._runs[before:] if event.kind is not EventKind.CLAIMED]
 
     async def advance(
@@ -152,6 +152,10 @@ class Rehearsal:
 
     def _handlers(self) -> list[Handler]:
         return self._app._served(None)  # pyright: ignore[reportPrivateUsage]
+
+
+def endless(max_runs: int) -> HoldfastError:
+    return HoldfastError(f"drain started more than {max_runs} runs: does a job enqueue itself without a delay?")
 
 
 class SyncRehearsal(Blocking[Rehearsal], mirrors=Rehearsal):
