@@ -132,7 +132,9 @@ async def test_commands_of_a_page_work_as_written(reader: Reader, page: str) -> 
 PAGES = ["tasks.md", "results.md", "errors.md", "workers.md", "queues-and-leases.md", "testing.md", "frameworks.md"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "reference/guarantees.md", "reference/api.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "reference/guarantees.md", "reference/api.md", "reference/coming-from-python.md"]
+)
 def test_programs_of_a_page_print_the_shown_output(page: str, tmp_path: Path) -> None:
     programs = [code for kind, code in BLOCK.findall((DOCS / page).read_text()) if kind == "python"]
     assert programs
