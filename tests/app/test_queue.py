@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -502,6 +503,22 @@ async def test_stats_of_a_missing_queue_are_zero(app: Holdfast[Any]) -> None:
     assert (stats.completed, stats.failed, stats.cancelled, stats.oldest_ready_seconds) == (0, 0, 0, 0.0)
     assert (stats.paused, stats.reason, stats.workers) == (False, "", [])
     assert (await app.stats()).queues == []
+
+
+async def test_stats_of_a_queue_cost_the_same_beside_many_queues(app: Holdfast[Any]) -> None:
+    mine = app.queue("mine")
+    await mine.enqueue(1)
+
+    async def cpu_of_20() -> float:
+        started = time.process_time()
+        for _ in range(20):
+            assert (await mine.stats()).ready == 1
+        return time.process_time() - started
+
+    alone = max([await cpu_of_20() for _ in range(3)])
+    for number in range(400):
+        await app.queue(f"other{number}").enqueue(1)
+    assert min([await cpu_of_20() for _ in range(3)]) < 5 * alone
 
 
 async def test_every_stats_field_counts_its_state(app: Holdfast[Any]) -> None:
