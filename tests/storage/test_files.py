@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._core.events import Topic
-from holdfast._core.jobs import Request, Work
+from holdfast._core.jobs import Complete, Request, State, Work
+from holdfast._core.retry_policy import fence_of
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import audit, connect
 from holdfast.storage.local.sqlite import files, open_files
@@ -96,6 +98,31 @@ async def test_a_backup_has_what_is_only_in_the_log(tmp_path: Path) -> None:
     async with connect(f"sqlite:///{tmp_path}/copy.db") as copy:
         assert len((await copy.scan("q")).jobs) == 20
         assert (await audit(copy, "q")).problems == []
+
+
+async def test_a_backup_is_restored_by_the_steps_of_the_operating_page(tmp_path: Path) -> None:
+    """Jobs that came after the backup are gone, jobs that ended after it are waiting. The files are those that a killed
+    process has left."""
+    path, left = tmp_path / "jobs.db", tmp_path / "left"
+    left.mkdir()
+    async with connect(f"sqlite:///{path}") as storage:
+        await storage.enqueue("q", [Request(id, Work(b"payload")) for id in ("ended", "waits")])
+        await storage.back_up(tmp_path / "copy.db")
+        (job,) = (await storage.claim("q", 1, worker="w", lease_ms=1000)).jobs
+        await storage.settle("q", [Complete(job.id, fence_of(job), None, "json", 1000, 1000)], worker="w")
+        await storage.enqueue("q", [Request("late", Work(b"payload"))])
+        for name in ("jobs.db", "jobs.db-wal", "jobs.db-shm"):
+            shutil.copy(tmp_path / name, left / name)
+    for name in ("jobs.db-wal", "jobs.db-shm"):
+        (left / name).unlink()
+    (tmp_path / "copy.db").replace(left / "jobs.db")
+    async with connect(f"sqlite:///{left}/jobs.db") as restored:
+        assert (await audit(restored, "q")).problems == []
+        assert [(job.id, job.state) for job in (await restored.scan("q")).jobs] == [
+            ("ended", State.WAITING),
+            ("waits", State.WAITING),
+        ]
+        assert len((await restored.claim("q", 9, worker="w", lease_ms=1000)).jobs) == 2
 
 
 async def test_only_a_storage_with_a_file_is_backed_up(tmp_path: Path) -> None:
