@@ -116,14 +116,14 @@ async def rate(app: App, queues: int) -> float:
     """Jobs per second of CPU time of a worker that serves these queues: the best of two rounds. The jobs come one per
     queue, so that each claim is for one job, however many queues there are."""
     seen = serve_many(app, queues)
-    best = 0.0
-    total = 0
+    wave = min(queues, 4_000)
+    best, total = 0.0, 0
     async with app.worker():
         for number in range(3):
             began = time.process_time()
-            for _ in range(4_000 // queues):
-                await app.enqueue_many(app.queue(f"q{n}").bind({}) for n in range(queues))
-                total += queues
+            for _ in range(4_000 // wave):
+                await app.enqueue_many(app.queue(f"q{n}").bind({}) for n in range(wave))
+                total += wave
                 await until(lambda: seen["completed"] == total, 60)  # noqa: B023
             if number > 0:  # The first round starts the worker.
                 best = max(best, 4_000 / (time.process_time() - began))
@@ -132,10 +132,10 @@ async def rate(app: App, queues: int) -> float:
 
 @pytest.mark.suite("slow")
 @pytest.mark.storages("memory")
-async def test_worker_of_4000_queues_has_half_the_rate_of_100(app: App, make_app: MakeApp) -> None:
+async def test_worker_of_10000_queues_has_half_the_rate_of_100(app: App, make_app: MakeApp) -> None:
     few = await rate(app, 100)
     async with make_app() as other:
-        assert await rate(other, 4_000) > few / 2
+        assert await rate(other, 10_000) > few / 2
 
 
 @pytest.mark.suite("slow")
