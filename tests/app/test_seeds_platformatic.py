@@ -643,8 +643,9 @@ async def test_jobs_of_dead_workers_are_taken_over_by_a_later_worker(app: App, m
     handles = await app.enqueue_many(left.bind(n) for n in range(6))
     for _ in range(3):
         async with make_app() as dead:
-            assert await dead.queue("left").lease(seconds=0.1, wait=0) is not None
-            assert await dead.queue("left").lease(seconds=0.1, wait=0) is not None
+            for _ in range(2):
+                lease = await dead.queue("left").lease(seconds=0.1, wait=0)
+                assert lease is not None, [await handle.info() for handle in handles]
     async with app.worker():
         assert [await handle.result() for handle in handles] == list(range(6))
     assert sorted(ran) == list(range(6))
