@@ -354,9 +354,11 @@ def _check_extension(entries: Extension, id: str) -> int:
 
 
 def _check_size(what: str, value: bytes | None, max_bytes: int, id: str) -> int:
-    if not isinstance(value, bytes | None):
+    if value is None:
+        return 0
+    if not isinstance(value, bytes):
         raise PayloadRejected(f"the {what} of job {id!r:.80} must be bytes, not {type(value).__name__}")
-    size = 0 if value is None else len(value)
+    size = len(value)
     if size > max_bytes:
         raise PayloadRejected(
             f"the {what} of job {id!r:.80} has {size} bytes, at most {max_bytes} are allowed:"

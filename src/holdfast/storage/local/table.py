@@ -179,21 +179,15 @@ class QueueTransaction:
         for kind in step.kinds:
             ended = kind in ENDS and before is not None
             generation = before.generation if ended and before else after.generation if after else 0
-            self.record_event(kind, id, generation, 0 if after is None else after.run_at)
+            self._events.append(Event(kind, self.queue, id, generation, 0 if after is None else after.run_at))
         return after
 
     def add(self, jobs: Sequence[Job]) -> bool:
         """Write new jobs without reading first. Return False, and change nothing, if a record of an id exists."""
         if not self.table.add(self.queue, jobs):
             return False
-        for job in jobs:
-            self.record_event(EventKind.ENQUEUED, job.id, job.generation, job.run_at)
+        self._events += [Event(EventKind.ENQUEUED, self.queue, job.id, job.generation, job.run_at) for job in jobs]
         return True
-
-    def record_event(self, kind: EventKind, id: str, generation: int = 0, run_at: int = 0) -> None:
-        totals = self.meta.totals
-        totals[kind] = totals.get(kind, 0) + 1
-        self._events.append(Event(kind, self.queue, id, generation, run_at))
 
     def sweep(self, limit: int, worker: str | None = None) -> tuple[list[str], list[str], bool]:
         """Mark or take back expired leases. Return the ids now overdue, the ids taken back, and whether to repeat."""
@@ -246,6 +240,9 @@ class QueueTransaction:
         """Write all changes. A step without changes writes nothing but the time of the queue, if that `needs_note`."""
         if self._changes or self._events:
             self.meta.time = self.time
+            totals = self.meta.totals
+            for event in self._events:
+                totals[event.kind] = totals.get(event.kind, 0) + 1
             self.table.write(self.queue, list(self._changes.values()), self._events)
         elif self.needs_note:
             self.meta.time = self.time

@@ -83,7 +83,7 @@ def rest_of(job: Job) -> bytes:
 def job_of(row: Row) -> Job:
     """Return the job in a row. Raise one of `UNREADABLE` if the row cannot be read."""
     id, _, _, priority, run_at, arrival, payload, packed = row[:8]
-    if not isinstance(packed, bytes) or not isinstance(payload, bytes | None):
+    if not isinstance(packed, bytes) or not (payload is None or isinstance(payload, bytes)):
         raise msgspec.ValidationError("a payload and the rest of a record are blobs")
     if not (type(priority) is type(run_at) is type(arrival) is int and 0 <= priority <= 9):
         raise msgspec.ValidationError("a priority is a number from 0 to 9, times are numbers")
@@ -153,19 +153,10 @@ def changed_row(job: Job) -> Row:
     return state, view or "", priority, run_at, arrival, until_at, worker or "", bytearray(rest_of(job))
 
 
-def only_ends(before: Job, after: Job) -> bool:
-    """Return whether a change ends a run and keeps no payload, and leaves the place among waiting records unchanged."""
+def keeps_place(before: Job, after: Job) -> bool:
+    """Return whether a change leaves the place among waiting records unchanged, as a claim and most ends do."""
     return (
-        after.outcome is not None
-        and after.work.payload is None
-        and before.run is not None
-        and after.arrival == before.arrival
+        after.arrival == before.arrival
         and after.run_at == before.run_at
         and after.work.priority == before.work.priority
     )
-
-
-def ended_row(job: Job) -> Row:
-    """Return the values of a change that `only_ends`: state, until_at, rest."""
-    index, (forget_at, *_) = index_of(job)
-    return str(index), forget_at, bytearray(rest_of(job))

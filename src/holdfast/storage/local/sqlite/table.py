@@ -1,7 +1,7 @@
 """The `Table` of a SQLite connection: all statements on jobs. Rows are made in rows.py.
 
-The owner of the connection begins and commits. The metadata of a queue is cached from one transaction to the next,
-until another connection has written to the file.
+The owner of the connection begins and commits. The metadata of a queue and its small running records are cached from
+one transaction to the next, until another connection has written to the file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from holdfast.storage.local.sqlite.rows import (
     Row,
     blob_of,
     changed_row,
-    ended_row,
     job_of,
+    keeps_place,
     new_row,
-    only_ends,
     place_of,
+    rest_of,
 )
 from holdfast.storage.local.table import (
     Change,
@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 NO_QUEUE = 0
 """The number of a queue that does not exist: no row has it."""
+MAX_CACHED_BYTES = 4096
+"""A larger running record is not cached: a settle reads it again."""
 ROWS_A_STATEMENT = 50
 """The most rows that one statement inserts or deletes: one statement for each row costs 50% more."""
 
@@ -75,11 +77,15 @@ _UPDATE = (
 """Empty text stands for no view and no worker: see `changed_row`."""
 _UPDATE_ALL = _UPDATE.format(payload=", payload = ?")
 _UPDATE_MOST = _UPDATE.format(payload="")
+_UPDATE_LEASED = (
+    "UPDATE holdfast_jobs SET state = 'running', view = NULL, until_at = ?, worker = ?, rest = ?"
+    " WHERE queue = ? AND id = ?"
+)
 _UPDATE_ENDED = (
     "UPDATE holdfast_jobs SET state = ?, view = NULL, until_at = ?, worker = NULL, payload = NULL, rest = ?"
     " WHERE queue = ? AND id = ?"
 )
-"""The end of a run without a payload: see `only_ends`."""
+"""The most common changes, which bind few values: a lease, and the end of a run that keeps no payload."""
 
 
 def _of_each_priority(columns: str, which: str) -> str:
@@ -122,6 +128,8 @@ class SqliteTable:
         self._clock = clock
         self._numbers: dict[str, int] = {}
         self._metas: dict[str, QueueMeta] = {}
+        self._runs: dict[tuple[int, str], Job] = {}
+        """Running records as this connection has written them, by queue and id, so that a settle need not read them."""
         self._dirty: set[str] = set()
         self._damaged: dict[tuple[int, bytes], tuple[str, str | None]] = {}
         self._data_version = -1
@@ -161,6 +169,7 @@ class SqliteTable:
         """Call after a rollback: cached data may have been changed by the transaction."""
         self._numbers.clear()
         self._metas.clear()
+        self._runs.clear()
         self._dirty.clear()
         self._data_version = -1
 
@@ -230,12 +239,15 @@ class SqliteTable:
         self._dirty.add(queue)
 
     def load(self, queue: str, ids: Sequence[str]) -> dict[str, Job]:
-        keys = list(map(blob_of, ids))
-        marks = ",".join("?" * len(keys))
-        rows = self._db.execute(
-            f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (self._numbers[queue], *keys)
-        )
-        return {job.id: job for job in self._read(queue, rows)}
+        number, runs = self._numbers[queue], self._runs
+        jobs = {id: job for id in ids if (job := runs.get((number, id))) is not None}
+        if keys := [blob_of(id) for id in ids if id not in jobs]:
+            marks = ",".join("?" * len(keys))
+            rows = self._db.execute(
+                f"SELECT {COLUMNS} FROM holdfast_jobs WHERE queue = ? AND id IN ({marks})", (number, *keys)
+            )
+            jobs.update((job.id, job) for job in self._read(queue, rows))
+        return jobs
 
     def _read(self, queue: str, rows: Iterable[Row], index: str | None = None) -> list[Job]:
         """Return the jobs of these rows. With `index`, a record of another one is damaged: its columns are wrong."""
@@ -257,14 +269,13 @@ class SqliteTable:
     def write(self, queue: str, changes: Sequence[Change], events: Sequence[Event]) -> None:
         number, meta = self._numbers[queue], self._metas[queue]
         inserts: list[Job] = []
-        updates: list[Row] = []
-        updates_all: list[Row] = []
-        ended: list[Row] = []
+        updates: dict[str, list[Row]] = {}
         deletes: list[str] = []
         for change in changes:
             before, after = change.before, change.after
             if before is not None:
                 self._count_out(queue, before)
+                self._runs.pop((number, change.id), None)
             if after is None:
                 deletes.append(change.id)
                 continue
@@ -272,23 +283,33 @@ class SqliteTable:
                 inserts.append(after)
                 continue
             count(meta, index_name(after), view_of(after), 1)
-            payload = after.work.payload
-            if only_ends(before, after):
-                ended.append((*ended_row(after), number, blob_of(after.id)))
-            elif before.work is after.work and before is not after:
-                updates.append((*changed_row(after), number, blob_of(after.id)))
-            else:
-                updates_all.append((*changed_row(after), payload and bytearray(payload), number, blob_of(after.id)))
-                self.payload_bytes += len(payload or b"")
+            statement, values = self._update(before, after)
+            updates.setdefault(statement, []).append((*values, number, blob_of(after.id)))
+            if statement is _UPDATE_LEASED and len(values[-1]) + len(after.work.payload or b"") <= MAX_CACHED_BYTES:
+                self._runs[number, change.id] = after
         self._delete(queue, deletes)
-        for statement, rows in ((_UPDATE_ENDED, ended), (_UPDATE_MOST, updates), (_UPDATE_ALL, updates_all)):
-            if rows:
-                self._db.executemany(statement, rows)
-        for part in _parts(inserts):
-            self._insert(queue, part)
-        self._count_new(queue, inserts)
+        for statement, rows in updates.items():
+            self._db.executemany(statement, rows)
+        if inserts:
+            for part in _parts(inserts):
+                self._insert(queue, part)
+            self._count_new(queue, inserts)
         self._dirty.add(queue)
         self.events.extend(events)
+
+    def _update(self, before: Job, after: Job) -> tuple[str, Row]:
+        """Return the statement that changes a record, and its values. It writes a payload only if it must."""
+        payload, run = after.work.payload, after.run
+        if before is not after and keeps_place(before, after):
+            if run is not None and run.next is None and before.work is after.work:
+                return _UPDATE_LEASED, (run.until_at, run.worker, bytearray(rest_of(after)))
+            if after.outcome is not None and payload is None and before.run is not None:
+                index, (forget_at, *_) = index_of(after)
+                return _UPDATE_ENDED, (str(index), forget_at, bytearray(rest_of(after)))
+        if before.work is after.work and before is not after:
+            return _UPDATE_MOST, changed_row(after)
+        self.payload_bytes += len(payload or b"")
+        return _UPDATE_ALL, (*changed_row(after), payload and bytearray(payload))
 
     def add(self, queue: str, jobs: Sequence[Job]) -> bool:
         added = 0
