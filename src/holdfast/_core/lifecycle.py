@@ -234,22 +234,23 @@ def extend(job: Job, lease: jobs.LeaseRef, lease_ms: int, now: int) -> Job:
 
 def settle(job: Job, settlement: Settlement, time: QueueTime) -> Step:
     """End a lease. Call this only if the worker `holds` the lease."""
-    assert job.run is not None
+    run = job.run
+    assert run is not None
     now = time.last_at
-    if job.run.cancel_asked and not isinstance(settlement, jobs.Complete):
+    if run.cancel_asked and not isinstance(settlement, jobs.Complete):
         return _end(job, _cancelled(job, now), EventKind.CANCELLED, now)
     match settlement:
         case jobs.Complete():
-            return _end(job, _completed(job, settlement, now), EventKind.COMPLETED, now)
+            return _end(job, _completed(job, run, settlement, now), EventKind.COMPLETED, now)
         case jobs.Fail():
             outcome = _failed(job, settlement, now)
             counts = settlement.counts
             counted = job if counts is None else replace(job, **{counts: getattr(job, counts) + 1})
             return _end(counted, outcome, EventKind.FAILED, now)
         case jobs.RetrySettlement():
-            return _again(job, job.run, _counted(job, settlement, time), RETRY_KINDS[settlement.counts], time)
+            return _again(job, run, _counted(job, settlement, time), RETRY_KINDS[settlement.counts], time)
         case jobs.Release():
-            return _again(job, job.run, job, EventKind.RELEASED, time)
+            return _again(job, run, job, EventKind.RELEASED, time)
 
 
 RETRY_KINDS = {"retries": EventKind.RETRIED, "stalls": EventKind.STALLED, "timeouts": EventKind.TIMED_OUT}
@@ -325,13 +326,20 @@ def _end(job: Job, outcome: Outcome, kind: EventKind, now: int) -> Step:
     return Step(replace(job, work=work, run=None, outcome=outcome, error=None, keep_ms=None), (kind,))
 
 
-def _completed(job: Job, settlement: jobs.Complete, now: int) -> Outcome:
+def _completed(job: Job, run: jobs.StoredLease, settlement: jobs.Complete, now: int) -> Outcome:
     dedup_at = now + 1000 * (settlement.dedup_ttl_ms if job.keep_ms is None else job.keep_ms)
-    forget_at = max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at)
-    result, codec = settlement.result, settlement.codec
-    brief = settlement.brief and job.keep_ms is None and not job.keep_until_at
-    fields = {"dedup_at": dedup_at, "result": result, "codec": codec, "brief": brief}
-    return _outcome_of(job, State.COMPLETED, now, forget_at, **fields)
+    return Outcome(
+        job.generation,
+        State.COMPLETED,
+        now,
+        max(_forget_at(job, settlement.result_ttl_ms, now), dedup_at),
+        dedup_at,
+        settlement.result,
+        settlement.codec,
+        started_at=run.fence,
+        worker=run.worker,
+        brief=settlement.brief and job.keep_ms is None and not job.keep_until_at,
+    )
 
 
 def _failed(job: Job, settlement: jobs.Fail, now: int) -> Outcome:
