@@ -21,7 +21,7 @@ BUDGETS = {
     "_core": 3_480,
     "_client": 2_460,
     "_worker": 4_310,
-    "storage": 9_290,
+    "storage": 9_305,
     "storage/conformance": 3_360,
     "cli": 2_420,
     "testing": 590,
@@ -30,7 +30,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 20_320
+WITHOUT_CLI = 20_335
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

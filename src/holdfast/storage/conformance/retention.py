@@ -93,3 +93,13 @@ async def test_expired_record_that_is_requested_again_is_not_deleted(stage: Stag
     await enqueue(stage, "a", 3)
     assert {(await stage.the(f"a{at}")).state for at in range(3)} == {State.WAITING}
     assert (await stage.stats()).expired == 0
+
+
+async def test_record_kept_for_less_time_is_deleted_at_its_new_time(stage: Stage) -> None:
+    await remember(stage, "old", 3)
+    await enqueue(stage, "new", 1)
+    await stage.storage.keep("q", ["old1"], TTL_MS // 2)
+    stage.clock.advance(TTL_MS / 2000)
+    await enqueue(stage, "newer", 1)
+    stats = await stage.stats()
+    assert (stats.completed, stats.expired) == (2, 0)

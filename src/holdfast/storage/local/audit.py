@@ -87,7 +87,7 @@ def repair_page(transaction: QueueTransaction, dry_run: bool, cursor: str | None
     if at_end:
         problems += _recount(table, queue, meta, dry_run)
     if problems and not dry_run:
-        meta.time = transaction.time
+        meta.time, meta.forget_at = transaction.time, 0  # A record that is in its index again may be due.
         table.write_meta(queue)
     return Repaired(problems, len(found), None if at_end else encode_cursor((), id_bytes(found[-1].id)))
 

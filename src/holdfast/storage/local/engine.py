@@ -63,7 +63,7 @@ class Engine:
         transaction.close()
         jobs = [] if paused else self._claim_due(queue, limit, worker, lease_ms)
         next_run_at = None if paused else self.table.next_run_at(queue)
-        next_sweep_at = self.table.next_sweep_at(queue)
+        next_sweep_at = self.table.next_until(queue, State.RUNNING)
         return replies.Claim(
             [tables.as_read(job, transaction.time) for job in jobs],
             transaction.now,
@@ -90,7 +90,7 @@ class Engine:
 
     def _is_ready(self, transaction: QueueTransaction, forgotten: bool) -> bool:
         queue, paused = transaction.queue, transaction.meta.paused
-        times = (self.table.next_sweep_at(queue), None if paused else self.table.next_run_at(queue))
+        times = (self.table.next_until(queue, State.RUNNING), None if paused else self.table.next_run_at(queue))
         if any(at is not None and at <= transaction.now for at in times):
             return True
         return forgotten and bool(transaction.to_forget(1))
@@ -250,7 +250,8 @@ class Engine:
         overdue, stalled, more = transaction.sweep(limit, worker)
         forgotten = transaction.sweep_forgotten(limit)
         transaction.close()
-        return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, self.table.next_sweep_at(queue))
+        next_sweep_at = self.table.next_until(queue, State.RUNNING)
+        return replies.Swept(overdue, stalled, forgotten, more or forgotten == limit, next_sweep_at)
 
     def purge(self, queue: str, states: Collection[State], limit: int) -> int:
         return self._purge(self._begin(queue), states, limit)

@@ -159,9 +159,10 @@ class MemoryTable:
     def past(self, queue: str, index: str, now: int) -> int:
         return bisect.bisect_left(self._queue(queue).indexes[index], ((now + 1,), b""))
 
-    def next_sweep_at(self, queue: str) -> int | None:
-        entries = self._queue(queue).indexes[State.RUNNING]
-        return entries[0][0][0] if entries else None
+    def next_until(self, queue: str, index: str, after: int = 0) -> int | None:
+        entries = self._queue(queue).indexes[index]
+        first = bisect.bisect_left(entries, ((after + 1,), b""))
+        return entries[first][0][0] if first < len(entries) else None
 
     def page(self, queue: str, index: str, after: Place | None, limit: int) -> tuple[list[Job], Place | None]:
         source = self._queue(queue)

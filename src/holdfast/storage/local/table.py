@@ -32,6 +32,9 @@ SortKey = tuple[int, ...]
 Place = tuple[SortKey, bytes]
 """A place in an index: key and id. In the order of all records by id, the key is empty."""
 
+NEVER = 2**53 - 1
+"""The highest point in time."""
+
 
 class QueueMeta(msgspec.Struct):
     """The metadata of a queue: its time, the number of records by state, the number of events by kind, its pause."""
@@ -41,6 +44,8 @@ class QueueMeta(msgspec.Struct):
     totals: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     paused: bool = False
     reason: str = ""
+    forget_at: int = 0
+    """The earliest forget time of a record. It may be too early, never too late; 0 before a sweep has looked."""
 
 
 class Change(msgspec.Struct, gc=False):
@@ -67,6 +72,7 @@ class Table(Protocol):
     A step calls `meta` or `open` of a queue first. To all reading methods, a queue that does not exist is empty.
     A record that cannot be read, or that is in the index of another state, is returned as `lifecycle.damaged`. When
     such a record was live and is written, `write` counts it as failed in the totals.
+    `next_until` returns the first time later than `after` in an index, which is not that of waiting records.
     `meta` raises QueueDamaged if the metadata cannot be read. `rebuild_meta` returns whether that is the case, and then
     makes the metadata from the records, unless this is a dry run. `add` writes new jobs without reading: it returns
     False and changes nothing if an id has a record or is listed twice. `due` returns at most `each` jobs of a priority.
@@ -87,7 +93,7 @@ class Table(Protocol):
     def upto(self, queue: str, index: str, now: int, limit: int) -> list[Job]: ...
     def held_by(self, queue: str, worker: str, limit: int) -> list[Job]: ...
     def past(self, queue: str, index: str, now: int) -> int: ...
-    def next_sweep_at(self, queue: str) -> int | None: ...
+    def next_until(self, queue: str, index: str, after: int = 0) -> int | None: ...
     def page(self, queue: str, index: str, after: Place | None, limit: int) -> tuple[list[Job], Place | None]: ...
     def workers(self) -> list[WorkerInfo]: ...
     def write_worker(self, worker: str, stats: WorkerInfo | None) -> None: ...
@@ -211,6 +217,8 @@ class QueueTransaction:
     def to_forget(self, limit: int, surplus: int = 0) -> list[Job]:
         """Return records past their forget time, at most `limit`, and the oldest `surplus` brief ones."""
         jobs: list[Job] = []
+        if self.now < self.meta.forget_at and surplus <= 0:
+            return jobs
         for index in FINISHED_INDEXES:
             found: list[Job] = []
             if self.meta.counts.get(index) and len(jobs) < limit:
@@ -230,6 +238,10 @@ class QueueTransaction:
                 self.record_change(job.id, job, lifecycle.Step(None, (EventKind.FORGOTTEN,)))
             else:
                 self.rewrite(job, job)
+        if self.meta.forget_at <= self.now and len(jobs) < limit:
+            counted = [index for index in FINISHED_INDEXES if self.meta.counts.get(index)]
+            times = (self.table.next_until(self.queue, index, self.now) for index in counted)
+            self.meta.forget_at = min((at for at in times if at is not None), default=NEVER)
         return len(jobs)
 
     def rewrite(self, before: Job, after: Job) -> None:
@@ -243,6 +255,9 @@ class QueueTransaction:
             totals = self.meta.totals
             for event in self._events:
                 totals[event.kind] = totals.get(event.kind, 0) + 1
+            for change in self._changes.values():
+                if change.after is not None and (outcome := change.after.outcome) is not None:
+                    self.meta.forget_at = min(self.meta.forget_at, outcome.forget_at)
             self.table.write(self.queue, list(self._changes.values()), self._events)
         elif self.needs_note:
             self.meta.time = self.time

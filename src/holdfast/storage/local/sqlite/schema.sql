@@ -10,7 +10,7 @@ CREATE TABLE IF NOT EXISTS holdfast_queues (
   queue     INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used twice
   namespace TEXT NOT NULL,
   name      TEXT NOT NULL,
-  meta      BLOB NOT NULL,                -- msgpack of QueueMeta: the queue's time, counts, totals, pause
+  meta      BLOB NOT NULL,                -- msgpack of QueueMeta: the queue's time, counts, totals, pause, earliest forget time
   UNIQUE (namespace, name)
 );
 

@@ -102,9 +102,7 @@ _DUE = _of_each_priority(COLUMNS, "AND run_at <= :now ORDER BY run_at, arrival L
 _NEXT_RUN_AT = f"SELECT min(run_at) FROM ({_of_each_priority('run_at', 'ORDER BY run_at LIMIT 1')})"
 _SCHEDULED = f"SELECT sum(n) FROM ({_of_each_priority('count(*) AS n', 'AND run_at > :now')})"
 _PAST = "SELECT count(*) FROM holdfast_jobs WHERE queue = :queue AND state = :state AND until_at <= :now"
-_NEXT_SWEEP_AT = (
-    "SELECT min(until_at) FROM holdfast_jobs WHERE queue = :queue AND state = 'running' AND until_at IS NOT NULL"
-)
+_NEXT_UNTIL = "SELECT min(until_at) FROM holdfast_jobs WHERE queue = :queue AND state = :state AND until_at > :after"
 _PAGE_UNTIL = (
     f"SELECT {COLUMNS}, until_at FROM holdfast_jobs WHERE queue = ? AND state = ? AND until_at IS NOT NULL"
     " AND (until_at, id) > (?, ?) ORDER BY until_at, id LIMIT ?"
@@ -373,8 +371,8 @@ class SqliteTable:
     def past(self, queue: str, index: str, now: int) -> int:
         return self._number(_PAST, queue, state=index, now=now) or 0
 
-    def next_sweep_at(self, queue: str) -> int | None:
-        return self._number(_NEXT_SWEEP_AT, queue)
+    def next_until(self, queue: str, index: str, after: int = 0) -> int | None:
+        return self._number(_NEXT_UNTIL, queue, state=str(index), after=after)
 
     def _number(self, statement: str, queue: str, **values: object) -> int | None:
         found: int | None = self._db.execute(statement, {"queue": self._numbers[queue], **values}).fetchone()[0]
