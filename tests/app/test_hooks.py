@@ -403,6 +403,48 @@ async def test_events_list_the_steps_of_a_run_in_order(app: App) -> None:
     assert events[3].seconds >= 0.04
 
 
+async def test_reported_progress_is_an_event_of_its_run(app: App) -> None:
+    events: list[RunEvent] = []
+
+    @app.on_event
+    def note(event: RunEvent) -> None:
+        events.append(event)
+
+    @app.task(name="t")
+    async def work() -> None:
+        current_job().progress({"done": [1, 2**70]})
+        await until(lambda: events and events[-1].kind is EventKind.PROGRESS)
+
+    async with app.worker(lease=0.5):
+        await work.using(id="j", wait=10).call()
+    (seen,) = [event for event in events if event.kind is EventKind.PROGRESS]
+    assert (seen.queue, seen.id, seen.attempt, seen.progress) == ("t", "j", 1, {"done": [1, 2**70]})
+    assert [event.progress for event in events if event is not seen] == [None] * (len(events) - 1)
+
+
+async def test_a_queue_without_waiting_and_running_jobs_is_an_event(app: App) -> None:
+    events: list[tuple[EventKind, str, str]] = []
+
+    @app.on_event
+    def note(event: RunEvent) -> None:
+        events.append((event.kind, event.queue, event.id))
+
+    @app.task(name="later")
+    async def later() -> None: ...
+
+    @app.task(name="t", concurrency=1)
+    async def work() -> None:
+        await asyncio.sleep(0.2)  # Longer than a heartbeat takes.
+
+    await later.using(delay=60).enqueue()
+    await app.enqueue_many([later.bind(), *(work.bind() for _ in range(3))])
+    async with app.worker(lease=0.5):
+        await until(lambda: (EventKind.DRAINED, "t", "") in events)
+    ends = [kind for kind, queue, _ in events if queue == "t" and kind is not EventKind.CLAIMED]
+    assert ends == [*[EventKind.COMPLETED] * 3, EventKind.DRAINED]
+    assert (EventKind.DRAINED, "later", "") not in events
+
+
 async def test_completed_and_released_runs_have_events(app: App) -> None:
     events: list[tuple[str, EventKind]] = []
     started = asyncio.Event()

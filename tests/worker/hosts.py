@@ -202,6 +202,9 @@ def doubled(execution: Execution) -> None:
 
 @observed.on_event
 async def heard(event: RunEvent) -> None:
+    if event.kind in ("progress", "drained"):
+        note(event.kind, of=event.queue, progress=event.progress)
+        return
     note("event", kind=event.kind, of=event.queue, job=event.id, run=event.attempt, seconds=event.seconds)
     if event.queue == "double" and event.kind == "completed":
         raise RuntimeError("a hook that fails")
@@ -215,6 +218,12 @@ async def troubled(error: BaseException, where: str) -> None:
 @observed.task(name="double")
 async def double(number: int) -> int:
     return number
+
+
+@observed.task(name="reporting")
+async def reporting() -> None:
+    current_job().progress({"pages": 3})
+    await asyncio.sleep(2)  # Longer than it takes until the heartbeat sends the progress.
 
 
 @observed.task(name="resources")

@@ -118,6 +118,17 @@ async def test_hooks_are_called_in_a_child_in_order_and_once_for_each_event(scen
 
 
 @pytest.mark.storages("sqlite")
+async def test_hooks_in_a_child_get_progress_and_drained_queues(scene: Scene) -> None:
+    worker = await scene.worker("hosts:observed", "--processes", "1", "--lease", "1")
+    await scene.app.queue("reporting").enqueue({})
+    (drained,) = await scene.noted("drained", 1)
+    (progress,) = scene.notes("progress")
+    assert (progress["of"], progress["progress"]) == ("reporting", {"pages": 3})
+    assert (drained["of"], drained["progress"]) == ("reporting", None)
+    assert await worker.stop() == 0
+
+
+@pytest.mark.storages("sqlite")
 async def test_hooks_get_events_in_order_while_a_child_is_unresponsive(scene: Scene) -> None:
     worker = await scene.worker("hosts:observed", "--processes", "2", children=2)
     for _ in range(2):

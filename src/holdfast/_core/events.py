@@ -9,7 +9,7 @@ from holdfast._core.jobs import Outcome, Value
 
 
 class EventKind(StrEnum):
-    """What can happen to a job. The totals of a queue count these."""
+    """What can happen to a job. The totals of a queue count these, but for those in `OF_WORKERS`."""
 
     ENQUEUED = "enqueued"
     UPDATED = "updated"
@@ -26,7 +26,12 @@ class EventKind(StrEnum):
     PROMOTED = "promoted"
     FORGOTTEN = "forgotten"
     PURGED = "purged"
+    PROGRESS = "progress"
+    DRAINED = "drained"
 
+
+OF_WORKERS = frozenset({EventKind.PROGRESS, EventKind.DRAINED})
+"""Events that a worker finds out and gives to `on_event` hooks. No storage counts or publishes them."""
 
 POLL_INTERVAL_S = 1.0
 """Listeners also poll at this interval, so a lost notification delays them by at most this much."""

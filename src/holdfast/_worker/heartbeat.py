@@ -18,11 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from holdfast._core.applications import compare_applications
+from holdfast._core.events import EventKind
 from holdfast._core.jobs import LeaseRef
 from holdfast._core.replies import WorkerFacts
 from holdfast._worker.executor import Run, wait_at_most
 from holdfast._worker.notes import ANSWER_MS, TASK_MS, TASK_NOTE, question_for, read_question
-from holdfast._worker.telemetry import worker_facts
+from holdfast._worker.telemetry import RunEvent, worker_facts
 from holdfast.errors import OptionError, PayloadRejected, StorageUnavailable
 from holdfast.storage.base import QueueDamaged, Storage
 from holdfast.storage.validation import MAX_ITEMS, MAX_NOTE_BYTES, batches
@@ -210,7 +211,9 @@ class Heartbeat:
             if self._extends(run):
                 by_queue[run.queue].append((run, run.lease.progress))
         extends = [self._extend(storage, queue, runs) for queue, runs in by_queue.items()]
-        others = (self._announce(storage), self._sweep(storage), self._answer(storage), self._describe(storage))
+        others = [self._announce(storage), self._sweep(storage), self._answer(storage), self._describe(storage)]
+        if self._context.hooks.ended_in:
+            others.append(self._find_drained(storage))
         ended = await asyncio.gather(*extends, *others, return_exceptions=True)
         errors = [error for error in ended if isinstance(error, BaseException)]
         if len(errors) == len(ended):
@@ -231,11 +234,26 @@ class Heartbeat:
                 run.lease.extended_at = sent_at
                 if run.lease.progress is progress:  # Else there is newer progress, which has not been sent.
                     run.lease.progress = None
+                if progress is not None:
+                    self._publish(EventKind.PROGRESS, queue, run.job.id, run.job.attempts, progress)
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
                 _call_on(self._home, self._lost, by_lease[lease.id, lease.fence])
             for lease in reply.cancel_asked:
                 _call_on(self._home, self._context.executor.stop, by_lease[lease.id, lease.fence], "cancel")
+
+    async def _find_drained(self, storage: Storage) -> None:
+        """Publish which queues have no waiting and no running job, of those in which a run of this worker has ended."""
+        ended = self._context.hooks.ended_in
+        queues = [ended.popitem()[0] for _ in range(min(len(ended), MAX_ITEMS))]
+        for stats in (await storage.snapshot(queues)).queues:
+            if not (stats.ready or stats.scheduled or stats.running or stats.problem):
+                self._publish(EventKind.DRAINED, stats.queue)
+
+    def _publish(self, kind: EventKind, queue: str, id: str = "", attempt: int = 0, progress: bytes = b"null") -> None:
+        if self._context.hooks.on_event:
+            event = RunEvent(kind=kind, queue=queue, id=id, attempt=attempt, progress_json=progress)
+            _call_on(self._home, self._context.hooks.publish, event)
 
     async def _announce(self, storage: Storage) -> None:
         ttl_ms = round(1000 * self._every_s * ANNOUNCED_BEATS)

@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast._core.applications import MAX_SIGNED, Application
 from holdfast._core.capacity import Capacity
-from holdfast._core.events import EventKind
+from holdfast._core.events import OF_WORKERS, EventKind
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Complete, Fail, Job, Release, RetrySettlement, Settlement
 from holdfast._core.lifecycle import RETRY_KINDS
@@ -51,17 +51,27 @@ KINDS: dict[Any, EventKind] = {
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a job at this worker, published once it is stored: `claimed` when a run starts, then `completed`,
-    `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`."""
+    `failed`, `retried`, `timed_out`, `stalled` (its process died) or `released`. A heartbeat adds `progress`, and
+    `drained` for a queue without waiting and running jobs."""
 
     kind: EventKind
     queue: str
     id: str
+    """Empty for `drained`."""
     attempt: int
     seconds: float = 0.0
     """How long the run took."""
     error: JobError | None = None
+    progress_json: bytes = b"null"
+
+    @property
+    def progress(self) -> Any:
+        """What the run has reported last, with the kind `progress`; else None."""
+        return msgspec.json.decode(self.progress_json)
 
 
+NO_ENDS = OF_WORKERS | {EventKind.CLAIMED}
+"""Events that end no run."""
 OnEvent = Callable[[RunEvent], Any]
 ErrorReporter = Callable[[BaseException, str], Awaitable[None]]
 """Takes an error that is not the failure of a job, and the place where it happened."""
@@ -97,6 +107,8 @@ class HookDispatcher:
     def __init__(self, on_event: Sequence[OnEvent], report_error: ErrorReporter, *, on_threads: bool = False) -> None:
         """With `on_threads`, hooks that are not async are called on a thread, so that they do not block the loop."""
         self.on_event = list(on_event)
+        self.ended_in: dict[str, None] = {}
+        """Queues in which a run has ended since a heartbeat has taken them from here, on another thread."""
         self._on_threads = on_threads
         self._report_error = report_error
         self._backlog: HookBacklog[RunEvent | tuple[BaseException, str]] = HookBacklog()
@@ -107,6 +119,8 @@ class HookDispatcher:
         if self.on_event:
             self._backlog.add(event)
             self._added.set()
+            if event.kind not in NO_ENDS:
+                self.ended_in[event.queue] = None
 
     def report_error(self, error: BaseException, where: str) -> None:
         """Report an error that is not the failure of a job."""

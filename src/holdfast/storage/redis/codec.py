@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from holdfast._core import jobs
-from holdfast._core.events import Event, EventKind
+from holdfast._core.events import OF_WORKERS, Event, EventKind
 from holdfast._core.extension import Extension, pack_extension, split_extension, unpack_extension
 from holdfast._core.jobs import LIVE, Job, Outcome, State, StoredLease, Value, Work
 from holdfast._core.replies import Placed
@@ -22,7 +22,7 @@ STATES = (None, State.WAITING, State.RUNNING, State.COMPLETED, State.FAILED, Sta
 """States by the number that Lua gives them. The last one is that of a brief outcome."""
 BRIEF_STATE = 6
 PLACED = (None, Placed.NEW, Placed.UPDATED, Placed.DEFERRED, Placed.DUPLICATE, Placed.COMPLETED, Placed.FAILED)
-KINDS = tuple(EventKind)
+KINDS = tuple(kind for kind in EventKind if kind not in OF_WORKERS)
 """Lua numbers the members of this tuple, of STATES and of PLACED from 1."""
 INDEXES = (State.RUNNING, *FINISHED_INDEXES)
 """The indexes of jobs that do not wait, in the order of the replies of `stats`."""
