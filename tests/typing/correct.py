@@ -259,6 +259,7 @@ async def ask() -> None:
         max_timeouts=1,
         backoff=(1, 10),
         expires=datetime.now(UTC) + timedelta(hours=1),
+        headers={"trace": "1"},
         wait=0,
     ).enqueue(1)
     later = await make_report.using(

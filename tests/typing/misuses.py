@@ -143,6 +143,7 @@ async def options() -> None:
     await add.using(backoff="5").enqueue(1)  # error
     current_job().extend_timeout("5")  # error
     await add.using(expires="5").enqueue(1)  # error
+    await add.using(headers={"trace": 1}).enqueue(1)  # error
     await add.using(remember_failures=True).enqueue(1)  # error
     await add.using(backoff=lambda retry, error: 5).enqueue(1)  # error
     await add.using(run_at=5).enqueue(1)  # error

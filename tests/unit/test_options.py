@@ -322,7 +322,9 @@ def test_option_of_another_function_is_refused(place: type[Any], name: str) -> N
 
 
 def test_unknown_name_is_refused_with_all_known_names() -> None:
-    with pytest.raises(OptionError, match=r"it takes backoff, dedup_ttl, delay, expires, id, max_retries, .*wait$"):
+    with pytest.raises(
+        OptionError, match=r"it takes backoff, dedup_ttl, delay, expires, headers, id, max_retries, .*wait$"
+    ):
         check_names("using", UsingOptions, {"zzzzzz": 1})
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypedDict, Unpa
 from holdfast._client import familiar
 from holdfast._client.lease import Lease, read_token
 from holdfast._client.queue import Queue
-from holdfast._client.request import BoundRequest, Handle, handles_of
-from holdfast._client.session import Session, check_shared
+from holdfast._client.request import BoundRequest, Handle, call_hooks, handles_of
+from holdfast._client.session import BeforeEnqueue, Session, check_shared
 from holdfast._client.stats import AppStats, app_stats
 from holdfast._client.task import Definition, Task, TaskDecorator
 from holdfast._core.applications import Application
@@ -185,7 +185,7 @@ class Holdfast(RunnableApp, Generic[T]):
 
         >>> await app.enqueue_many(sync_user.bind(id) for id in ids)
         """
-        requests = _checked(bounds)
+        requests = self._checked(bounds)
         queues: dict[str, list[int]] = defaultdict(list)
         for index, bound in enumerate(requests):
             queues[bound.queue].append(index)
@@ -218,11 +218,19 @@ class Holdfast(RunnableApp, Generic[T]):
         """
         storage = self._session.transaction_storage
         sent: list[tuple[BoundRequest[R], Enqueued | None]] = []
-        for queue, group in itertools.groupby(_checked(bounds), lambda bound: bound.queue):
+        for queue, group in itertools.groupby(self._checked(bounds), lambda bound: bound.queue):
             for batch in batches(group, lambda bound: work_size(bound.request.work)):
                 replies = storage.enqueue_in(transaction, queue, [bound.request for bound in batch])
                 sent += zip(batch, replies, strict=True)
         return handles_of(self._session, sent)
+
+    def _checked(self, requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
+        bounds = list(requests)
+        for bound in bounds:
+            if not isinstance(bound, BoundRequest):
+                raise OptionError(f"a request must come from task.bind(…) or queue.bind(…), not {bound!r:.60}")
+        call_hooks(self._session, bounds)
+        return bounds
 
     def queue(self, name: str, **options: Unpack[PullOptions]) -> Queue:
         """Return a queue by its name: enqueue any payload, lease jobs, operate the queue. The options are limits of
@@ -253,6 +261,14 @@ class Holdfast(RunnableApp, Generic[T]):
         return job
 
     # Hooks
+
+    def before_enqueue(self, function: BeforeEnqueue) -> BeforeEnqueue:
+        """Call a function with each `BoundRequest` of this app before it is sent: `request.queue`, `request.id`,
+        `request.headers`. It may call `request.add_headers({…})`, or raise, and then nothing is sent. It must not be
+        async."""
+        if inspect.iscoroutinefunction(function):
+            raise OptionError(f"before_enqueue takes a function that is not async: make {function.__name__} a def")
+        return _add_hook("before_enqueue", self._session.before_enqueue, function)
 
     def middleware(self, function: Middleware) -> Middleware:
         """Call a function around every run: `async def timed(job, proceed): …; result = await proceed(); …`."""
@@ -414,14 +430,6 @@ async def _all_or_raise(sending: Iterable[Coroutine[Any, Any, None]]) -> None:
     for error in await asyncio.gather(*sending, return_exceptions=True):
         if error is not None:
             raise error
-
-
-def _checked(requests: Iterable[BoundRequest[R]]) -> list[BoundRequest[R]]:
-    bounds = list(requests)
-    for bound in bounds:
-        if not isinstance(bound, BoundRequest):
-            raise OptionError(f"a request must come from task.bind(…) or queue.bind(…), not {bound!r:.60}")
-    return bounds
 
 
 def _add_hook(what: str, hooks: list[H], function: H) -> H:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from holdfast._client.session import Session
+from holdfast._core.extension import headers_in
 from holdfast._core.failure import decode_error
 from holdfast._core.jobs import Job, State
 from holdfast._core.options import from_at
@@ -43,6 +44,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     progress: Any
     result: Any
     error: JobError | None
+    headers: dict[str, str]
     deferred: bool
     """Whether another request waits for the present run to end."""
 
@@ -63,5 +65,6 @@ def info_of(session: Session, queue: str, job: Job) -> JobInfo:
         progress=decode(None if job.run is None else job.run.progress, "json"),
         result=None if outcome is None else decode(outcome.result, outcome.codec),
         error=None if error is None else decode_error(error),
+        headers=headers_in(job.work.extension),
         **{name: getattr(job, name) for name in COPIED},
     )

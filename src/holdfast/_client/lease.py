@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast._client.session import Session
+from holdfast._core.extension import headers_in
 from holdfast._core.failure import error_from_exception, truncate_error
 from holdfast._core.jobs import Job, LeaseRef, Release, Settlement
 from holdfast._core.options import OPTIONS, Seconds, from_at, to_at, to_ms
@@ -49,6 +50,7 @@ class Lease:
         self.id = job.id
         self.payload: Any = session.codecs.decode_or_leave(job.work.payload, job.work.codec)
         """The decoded payload; bytes if it was enqueued as bytes or cannot be decoded."""
+        self.headers = headers_in(job.work.extension)
         self.attempt = job.attempts
         """Number of this lease of the job; 1 is the first."""
         self.fence = job.run.fence

@@ -84,7 +84,7 @@ class Queue:
 
     async def retry(self, id: str | bytes) -> Handle[Any]:
         """Run a failed or cancelled job again with its old payload. Raises `JobNotFound` if it has none."""
-        return await request.enqueue(self._session, self._again(id))
+        return await request.send(self._session, self._again(id))
 
     def _again(self, id: str | bytes) -> BoundRequest[Any]:
         """Return a request that runs a job again with its old payload."""

@@ -14,10 +14,19 @@ from holdfast._client.session import Session
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.arguments import Arguments
 from holdfast._core.events import Event, Topic
-from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, Extension, pack_numbers
+from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, HEADERS, Extension, headers_in, pack_numbers
 from holdfast._core.jobs import Outcome, Request, State, Update, Work, new_id
 from holdfast._core.lifecycle import newest_generation
-from holdfast._core.options import DEFAULT_WAIT_S, Seconds, UsingOptions, check_names, given_fields, to_at, to_update
+from holdfast._core.options import (
+    DEFAULT_WAIT_S,
+    Seconds,
+    UsingOptions,
+    check_names,
+    given_fields,
+    to_at,
+    to_headers,
+    to_update,
+)
 from holdfast._core.replies import CancelResult, Enqueued, Placed
 from holdfast.errors import DuplicateJob, JobForgotten, JobNotFound, OptionError
 from holdfast.storage.validation import check_ids, clean_id
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 
 AT_MOST_ONCE = {"max_retries": 0, "max_stalls": 0, "max_timeouts": 0}
 """Limits of a task with `delivery="at_most_once"`."""
+
+NO_HEADERS = b"{}"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -108,6 +119,8 @@ def _extension_of(fields: Mapping[str, Any]) -> Extension:
         entries.append((EXPIRES_AT, pack_numbers(run_at + 1000 * expires)))
     elif expires is not None:
         entries.append((EXPIRES_IN, pack_numbers(fields.get("delay_ms", 0) + expires)))
+    if fields.get("headers", NO_HEADERS) != NO_HEADERS:
+        entries.append((HEADERS, fields["headers"]))
     return tuple(entries)
 
 
@@ -187,6 +200,18 @@ class BoundRequest(Generic[R_co]):
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """A copy of the headers."""
+        return headers_in(self.request.work.extension)
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Add headers, for hooks of `app.before_enqueue`. A new value replaces the old value of a key."""
+        work = self.request.work
+        others = [entry for entry in work.extension if entry[0] != HEADERS]
+        entry = (HEADERS, to_headers("headers", {**self.headers, **headers}))
+        self.request = replace(self.request, work=replace(work, extension=tuple(sorted([*others, entry]))))
 
     def check(self, reply: Enqueued) -> None:
         """Raise `JobNotFound`, or `DuplicateJob` if the request has `on_conflict="raise"`."""
@@ -287,7 +312,21 @@ def handles_of(session: Session, replies: Iterable[tuple[BoundRequest[R], Enqueu
     raise DuplicateJob(f"{refused[0]}{more}", ids=[id for error in refused for id in error.ids], handles=handles)
 
 
+def call_hooks(session: Session, bounds: Iterable[BoundRequest[Any]]) -> None:
+    """Call the `before_enqueue` hooks of an app with requests that are about to be sent. A hook that raises refuses
+    all of them."""
+    for bound in bounds:
+        for hook in session.before_enqueue:
+            hook(bound)
+
+
 async def enqueue(session: Session, bound: BoundRequest[R]) -> Handle[R]:
+    if session.before_enqueue:
+        call_hooks(session, [bound])
+    return await send(session, bound)
+
+
+async def send(session: Session, bound: BoundRequest[R]) -> Handle[R]:
     (reply,) = await session.storage.enqueue(bound.queue, [bound.request])
     return Handle(session, bound, reply)
 
@@ -298,6 +337,8 @@ async def call(session: Session, bound: BoundRequest[Any]) -> Any:
         kept = replace(bound.request, keep_ms=waiters.KEEP_FOREVER_MS)
         handle: Handle[Any] = await enqueue(session, BoundRequest(template, kept))
         return await handle.result()
+    if session.before_enqueue:
+        call_hooks(session, [bound])
     reply, outcome = await waiters.ask(
         session.storage, bound.queue, bound.request, wait_s=template.wait_s, check=bound.check
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from holdfast._client.settings import find_settings, warn_of_default
@@ -17,6 +17,11 @@ from holdfast._core.clock import Clock
 from holdfast._core.codec import Codec, Codecs
 from holdfast.errors import NotOpen, OptionError
 from holdfast.storage import Storage, connect
+
+if TYPE_CHECKING:
+    from holdfast._client.request import BoundRequest
+
+BeforeEnqueue = Callable[["BoundRequest[Any]"], None]
 
 
 def check_shared(url: str | None) -> None:
@@ -43,6 +48,8 @@ class Session:
         if storage is not None and url is not None:
             raise OptionError("url and storage are mutually exclusive: pass only one")
         self.codecs = Codecs(codec)
+        self.before_enqueue: list[BeforeEnqueue] = []
+        """Hooks that see each request before it is sent."""
         settings = find_settings(url, namespace)
         self.namespace = settings.namespace
         self.max_payload = max_payload

@@ -183,6 +183,7 @@ class SyncLease(Blocking[Lease], mirrors=Lease):
     queue: str
     id: str
     payload: Any
+    headers: dict[str, str]
     attempt: int
     fence: int
     deadline: datetime

@@ -26,8 +26,13 @@ BACKOFF = 128
 EXPIRES_IN, EXPIRES_AT = 129, 130
 """Tags of a work: the time after which it does not start any more, in 8 bytes. It is in milliseconds after the request,
 or a wall time in microseconds."""
+HEADERS = 131
+"""Tag of a work: its headers, as a JSON object of text."""
+MAX_HEADERS, MAX_HEADERS_BYTES = 16, 4_096
+"""Maximum number of headers of a work, and maximum size of their JSON."""
 
 _HEAD = struct.Struct("<BI")
+_read_headers = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def pack_numbers(*numbers: int) -> bytes:
@@ -41,6 +46,21 @@ def numbers_in(entries: Extension, tag: int) -> tuple[int, ...]:
         if found == tag:
             return struct.unpack(f"<{len(value) // 8}Q", value[: len(value) // 8 * 8])
     return ()
+
+
+def headers_in(entries: Extension) -> dict[str, str]:
+    """Return the headers of a work; none if another client has written something else there."""
+    for tag, value in entries:
+        if tag == HEADERS:
+            try:
+                return _read_headers(value)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return {}
+    return {}
+
+
+def only_headers(entries: Extension) -> Extension:
+    return tuple(entry for entry in entries if entry[0] == HEADERS) if entries else ()
 
 
 def extension_size(entries: Extension) -> int:

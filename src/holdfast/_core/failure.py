@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast._core.extension import only_headers
 from holdfast._core.jobs import Job, Work
 from holdfast._core.options import to_at, to_ms
 from holdfast.errors import JobError, Retry
@@ -161,7 +162,7 @@ class FollowUp(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
-    """Return the work of the fail handler's job. It has the priority of the failed job."""
+    """Return the work of the fail handler's job. It has the priority and the headers of the failed job."""
     payload = job.work.payload or b""
     form: Literal["json", "base64", "left"] = "base64"
     if not carry or len(payload) > MAX_FOLLOW_UP_BYTES:
@@ -176,7 +177,7 @@ def follow_up(job: Job, error: JobError, *, carry: bool = True) -> Work:
         payload=msgspec.Raw(raw),
         **{name: getattr(job, name) for name in HISTORY},
     )
-    return Work(msgspec.json.encode(data), "json", job.work.priority)
+    return Work(msgspec.json.encode(data), "json", job.work.priority, extension=only_headers(job.work.extension))
 
 
 def _is_json(payload: bytes) -> bool:

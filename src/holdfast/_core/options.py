@@ -20,6 +20,7 @@ from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_
 
 import msgspec
 
+from holdfast._core.extension import MAX_HEADERS, MAX_HEADERS_BYTES
 from holdfast._core.jobs import DEFAULT_PRIORITY, MAX_MS, Update
 from holdfast.errors import OptionError
 
@@ -34,6 +35,7 @@ BackoffFunction = Callable[[int, Exception], Seconds | None]
 """Takes the number of the retry, 1 for the first, and the exception. None means the backoff without the function."""
 Backoff = Delays | BackoffFunction
 Expires = Seconds | datetime
+Headers = Mapping[str, str]
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 30 * 86_400
@@ -59,6 +61,7 @@ class EnqueueOptions(TypedDict, total=False):
     max_timeouts: int
     backoff: Delays
     expires: Expires
+    headers: Headers
 
 
 class UsingOptions(EnqueueOptions, total=False):
@@ -184,6 +187,8 @@ class Option(msgspec.Struct, frozen=True):
             return to_ms(self.name, value, round(1000 * least), round(1000 * most))
         if self.type is ErrorTypes:
             return to_error_types(self.name, value)
+        if self.type == Headers:
+            return to_headers(self.name, value)
         if self.type is Backoff:
             return value if callable(value) else to_delays(self.name, value)
         if get_origin(self.type) is Literal:
@@ -233,6 +238,10 @@ _ROWS = [
         default_text="never",
         least=0.001,
         most=MAX_MS // 1000,
+    ),
+    _row(
+        "headers",
+        "Small map of text that handlers, hooks and fail handlers see: at most 16 entries, 4,096 bytes as JSON.",
     ),
     _row("timeout", "Maximum length of one run.", default=60, least=0.001),
     _row("max_retries", "Maximum number of retries after an exception.", default=10, default_text="no limit"),
@@ -371,6 +380,22 @@ def to_delays(name: str, value: Delays) -> tuple[int, ...]:
     if not 1 <= len(delays) <= MAX_DELAYS:
         raise OptionError(f"{name} must have 1 to {MAX_DELAYS} delays, not {len(delays)}")
     return tuple(to_ms(name, delay) for delay in delays)
+
+
+def to_headers(name: str, value: Headers) -> bytes:
+    """Check headers, and return them as JSON."""
+    if not isinstance(value, Mapping) or not all(isinstance(part, str) for item in value.items() for part in item):
+        raise OptionError(f"{name} must be a dict with text as keys and values, not {value!r:.60}")
+    try:
+        data = msgspec.json.encode(dict(value))
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{name} cannot be encoded as UTF-8: {error}") from None
+    if len(value) > MAX_HEADERS or len(data) > MAX_HEADERS_BYTES:
+        raise OptionError(
+            f"{name} has {len(value)} entries and {len(data)} bytes as JSON: at most {MAX_HEADERS} entries and"
+            f" {MAX_HEADERS_BYTES} bytes are allowed"
+        )
+    return data
 
 
 def to_count(name: str, value: int, least: int = 0, most: int = MAX_COUNT) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from holdfast._core import failure
+from holdfast._core.extension import headers_in
 from holdfast._core.jobs import Job
 from holdfast._core.options import Seconds, to_ms
 from holdfast._core.retry_policy import StopReason, TimedOut
@@ -38,7 +39,7 @@ class CurrentJob:
     """The run of a handler. `fence` and `attempt` protect what the run writes elsewhere against late writes."""
 
     __slots__ = (
-        *("attempt", "fence", "generation", "id", "on_loop", "queue", "resources", "retries", "run_at"),
+        *("attempt", "fence", "generation", "headers", "id", "on_loop", "queue", "resources", "retries", "run_at"),
         *("_key", "_reporter", "stalls", "stopping", "thread", "timed_out", "timeouts", "worker"),
     )
 
@@ -56,6 +57,8 @@ class CurrentJob:
         self.timeouts = job.timeouts
         self.run_at = job.run_at
         self.worker = job.run.worker
+        self.headers: dict[str, str] = headers_in(job.work.extension) if job.work.extension else {}
+        """The headers of the request."""
         self.stopping: StopReason | None = None
         """Why this run should end (cancel, timeout, shutdown or lease_lost), or None. An async handler is cancelled as
         well; a sync one should check this regularly."""

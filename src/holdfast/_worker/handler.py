@@ -8,10 +8,10 @@ import inspect
 import logging
 import random
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -90,6 +90,7 @@ class Execution:
     seconds: float = 0.0
     """How long the run took."""
     worker: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 Proceed = Callable[[], Awaitable[Any]]
@@ -207,6 +208,7 @@ async def perform(job: Job, current: CurrentJob, handler: Handler, hooks: AppHoo
             error=stored,
             seconds=asyncio.get_running_loop().time() - started,
             worker=job.worker or "",
+            headers=current.headers,
         )
         ended = await _after(job, ended, handler, hooks, execution)
     return ended

@@ -272,8 +272,8 @@ async def show(app: Holdfast[None], queue: str, id: str, *, payload: bool, as_js
     for name, value in shown.items():
         if name == "error" and job.error is not None:
             value = f"{job.error} ({job.error.kind})"
-        elif name in ("payload", "result", "progress") and value is not None:
-            value = msgspec.json.encode(plain(value)).decode()
+        elif name in ("payload", "result", "progress", "headers") and value is not None:
+            value = msgspec.json.encode(plain(value)).decode() if value or name != "headers" else None
         if value is not None:
             say(f"{name:<11} {escape_control(str(value))}")
     if job.error is not None and job.error.traceback:
