@@ -997,6 +997,14 @@ BUGS = [
         (LINES,),
     ),
     Bug(
+        "deferred request keeps its priority",
+        "a new priority is lost when the deferred request begins",
+        "storage/redis/lua/lifecycle.lua",
+        "  if job.run and job.run.next then job.run.next.priority, job.run.changed = priority, true end\n",
+        "",
+        (ORDER,),
+    ),
+    Bug(
         "garbled for the client only",
         "one record that the client cannot decode makes the whole claim raise",
         "storage/redis/__init__.py",

@@ -1,4 +1,4 @@
-"""Many ids in one call: `get_many`, `cancel_many`, `retry_many`, `keep_many`, and the refusals of `enqueue_many`."""
+"""Many ids in one call: get, cancel, retry, keep, set the priority; and the refusals of `enqueue_many`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ async def test_many_jobs_are_retried_and_kept(app: App) -> None:
     assert [handle and handle.id for handle in handles] == [None, *ids]
     again = await queue.get_many(ids)
     assert [job and (job.state, job.payload) for job in again] == [(State.WAITING, n) for n in range(MANY)]
+
+
+async def test_priorities_of_many_jobs_and_of_a_handle_decide_who_is_next(app: App) -> None:
+    queue = app.queue("q")
+    handles = await app.enqueue_many(queue.bind(n, id=f"j{n}") for n in range(MANY))
+    assert await queue.set_priority_many(["missing", *(handle.id for handle in handles)], 3) == [False, *[True] * MANY]
+    assert await queue.set_priority("j7", 4)
+    assert await handles[-1].set_priority(9)
+    taken = [await queue.lease(wait=0) for _ in range(3)]
+    assert [lease and lease.id for lease in taken] == [f"j{MANY - 1}", "j7", "j0"]
+    assert taken[0] is not None
+    await taken[0].complete()
+    assert not await handles[-1].set_priority(9)
+    for wrong in (10, -1, True, "5"):
+        with pytest.raises(OptionError, match="priority must be a whole number from 0 to 9"):
+            await queue.set_priority("j1", wrong)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 async def test_refused_ids_are_named_and_the_other_handles_returned(app: App) -> None:

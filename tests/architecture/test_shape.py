@@ -18,19 +18,19 @@ MOST_TOP_LEVEL_MODULES = 10
 MOST_PARAMETERS = 8
 
 BUDGETS = {
-    "_core": 3_490,
-    "_client": 2_500,
-    "_worker": 4_325,
-    "storage": 9_305,
-    "storage/conformance": 3_360,
-    "cli": 2_420,
+    "_core": 3_515,
+    "_client": 2_545,
+    "_worker": 4_340,
+    "storage": 9_315,
+    "storage/conformance": 3_410,
+    "cli": 2_450,
     "testing": 590,
     "": 260,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 20_335
+WITHOUT_CLI = 20_550
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

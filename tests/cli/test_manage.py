@@ -127,6 +127,27 @@ async def test_retry_all_takes_each_failure_once_while_jobs_fail_again(storage: 
 
 
 @on_both
+async def test_prioritize_changes_live_jobs_only_and_says_which(storage: str, tmp_path: Path) -> None:
+    async with edge_on(storage, tmp_path) as edge:
+        queue = edge.app.queue("q")
+        await failed(edge, "over")
+        for id in ("first", "last"):
+            await queue.enqueue(None, id=id)
+        some, none, wrong = await asyncio.gather(
+            edge.run("prioritize", "q", "9", "last", "over"),
+            edge.run("prioritize", "q", "9", "over", "nobody"),
+            edge.run("prioritize", "q", "10", "last"),
+        )
+        assert some == (0, "changed last\nunchanged over\n", "")
+        assert none == (1, "unchanged over\nunchanged nobody\n", "")
+        assert (wrong.status, wrong.out) == (2, "")
+        lease = await queue.lease(wait=0)
+        assert lease is not None
+        assert lease.id == "last"
+        await lease.release()
+
+
+@on_both
 async def test_keep_prints_the_answer_for_each_id_and_takes_ids_without_escapes(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")

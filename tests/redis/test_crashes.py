@@ -173,6 +173,7 @@ CASES: dict[str, tuple[str, Prepare, Act]] = {
     "cancel": ("cancel", running, lambda s: s.storage.cancel("q", ["a", "b", "c", "d", "c"])),
     "keep": ("keep", finished, lambda s: s.storage.keep("q", ["a", "b", "c", "d"], 9_000_000)),
     "keep for a waiter": ("keep", running, lambda s: s.storage.keep("q", ["a", "c"], 9_000_000, at_least=True)),
+    "prioritize": ("prioritize", running, lambda s: s.storage.prioritize("q", ["a", "b", "c", "d"], 9)),
     "pause": ("pause", three, lambda s: s.storage.pause("q", True, reason="because")),
     "pause a new queue": ("pause", nothing, lambda s: s.storage.pause("q", True)),
     "sweep, marking": ("sweep", expired, lambda s: s.sweep()),

@@ -18,7 +18,20 @@ from tests.storage.behind import RedisSaboteur
 CLIENT = "same-client0"
 """The name of both clients: it is part of waiters and of the keys of kept replies."""
 VERBS = (
-    *("enqueue", "claim", "settle", "extend", "cancel", "keep", "pause", "sweep", "purge", "repair", "recount"),
+    *(
+        "enqueue",
+        "claim",
+        "settle",
+        "extend",
+        "cancel",
+        "keep",
+        "prioritize",
+        "pause",
+        "sweep",
+        "purge",
+        "repair",
+        "recount",
+    ),
     *("announce", "drop", "evict", "write_notes"),
 )
 OF_NAMESPACE = (":workers", ":beats", ":notes", ":noted", ":queues", ":layout")

@@ -354,6 +354,9 @@ class Agreement(RuleBasedStateMachine):
     def keep(self, some: list[str], ttl_ms: int, at_least: bool) -> None:
         self.again(lambda storage: storage.keep(self.queue, some, ttl_ms, at_least=at_least))
 
+    def prioritize(self, some: list[str], priority: int) -> None:
+        self.again(lambda storage: storage.prioritize(self.queue, some, priority))
+
     @rule(limit=st.sampled_from([1, 2, 100]), worker=st.one_of(st.none(), st.none(), workers))
     def sweep(self, limit: int, worker: str | None) -> None:
         phases = self.phases()
@@ -377,13 +380,19 @@ class Agreement(RuleBasedStateMachine):
     def pause(self, paused: bool) -> None:
         self.again(lambda storage: storage.pause(self.queue, paused, reason="because"))
 
-    @rule(data=st.data(), verb=st.sampled_from(["keep", "keep", "purge", "pause", "announce", "notes", "scan"]))
+    @rule(
+        data=st.data(),
+        verb=st.sampled_from(["keep", "keep", "prioritize", "purge", "pause", "announce", "notes", "scan"]),
+    )
     def aside(self, data: st.DataObject, verb: str) -> None:
         """The verbs that move no job by themselves, so that the others get more turns."""
         match verb:
             case "keep":
                 some = data.draw(st.lists(ids, min_size=1, max_size=2))
                 self.keep(some, data.draw(lengths), data.draw(st.booleans()))
+            case "prioritize":
+                some = data.draw(st.lists(ids, min_size=1, max_size=2))
+                self.prioritize(some, data.draw(st.integers(0, 9)))
             case "purge":
                 states = data.draw(st.sets(st.sampled_from(list(State)), min_size=1))
                 self.purge(states, data.draw(st.sampled_from([1, 100])))

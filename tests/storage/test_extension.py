@@ -40,6 +40,7 @@ KEEPING: dict[str, Act] = {
     "stall": expire,
     "cancel": lambda stage, _: stage.cancel(),
     "keep": lambda stage, _: stage.keep("a", 60),
+    "prioritize": lambda stage, _: stage.prioritize("a", 9),
     "wait": lambda stage, _: stage.keep("a", 60, at_least=True),
     "duplicate": lambda stage, _: stage.enqueue("a", b"2", extension=OTHER),
     "complete": lambda stage, job: stage.complete(job),

@@ -26,6 +26,7 @@ VERBS: dict[str, Verb] = {
     "cancel": lambda storage: storage.cancel("q", ["a"]),
     "get": lambda storage: storage.get("q", ["a"]),
     "keep": lambda storage: storage.keep("q", ["a"], 1),
+    "prioritize": lambda storage: storage.prioritize("q", ["a"], 1),
     "scan": lambda storage: storage.scan("q"),
     "snapshot": lambda storage: storage.snapshot(),
     "pause": lambda storage: storage.pause("q", False),

@@ -115,6 +115,8 @@ OTHERS: dict[str, tuple[str, Sequence[Argument]]] = {
     "a keep of -1": ("keep", (-1, 0, "a")),
     "a keep of more than ten years": ("keep", (TOO_LONG_MS, 0, "a")),
     "a keep with a code": ("keep", (1000, 2, "a")),
+    "a priority of 10": ("prioritize", (10, "a")),
+    "a priority of nothing": ("prioritize", (1,)),
     "a pause of 2": ("pause", (2, "")),
     "a pause without a reason": ("pause", (1,)),
     "a reason of 70,000 bytes": ("pause", (1, "x" * 70_000)),

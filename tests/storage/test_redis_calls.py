@@ -59,6 +59,7 @@ async def test_a_call_that_is_repeated_gets_the_same_reply_and_changes_nothing(
         ("settle", ("w1", *settlement_args(Complete("a", fence(job), b"result")))),
         ("cancel", ("b",)),
         ("keep", (60_000, 1, "c")),
+        ("prioritize", (9, "c")),
         ("pause", (1, "tests")),
         ("claim", (5, "w2", 10_000)),
         ("sweep", (5, "")),

@@ -20,7 +20,7 @@ from holdfast._client.task import queue_config
 from holdfast._client.waiters import to_wait_s, value_of
 from holdfast._core.events import POLL_INTERVAL_S, Event, Topic
 from holdfast._core.jobs import Release, Request, Settlement, State, Update, Work
-from holdfast._core.options import DEFAULT_WAIT_S, EnqueueOptions, PullOptions, Seconds, check_names, to_ms
+from holdfast._core.options import DEFAULT_WAIT_S, OPTIONS, EnqueueOptions, PullOptions, Seconds, check_names, to_ms
 from holdfast._core.replies import CancelResult, Claim, KeepResult, Repaired, Swept
 from holdfast._core.retry_policy import admit, fence_of
 from holdfast._worker.telemetry import default_worker_name
@@ -228,6 +228,18 @@ class Queue:
         """Cancel a job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self._session.storage.cancel(self.name, [clean_id(id)])
         return reply
+
+    async def set_priority(self, id: str | bytes, priority: int) -> bool:
+        """Change the priority of a waiting or running job, and nothing else. Returns False if the job has ended or does
+        not exist. A running job keeps it for its retries."""
+        (changed,) = await self.set_priority_many([id], priority)
+        return changed
+
+    async def set_priority_many(self, ids: Iterable[str | bytes], priority: int) -> list[bool]:
+        """Change the priority of many jobs; returns what `set_priority` returns, in the order of the ids. At most 250
+        are changed in one step."""
+        number = OPTIONS["priority"].convert(priority)
+        return await self._in_batches(ids, lambda batch: self._session.storage.prioritize(self.name, batch, number))
 
     async def keep_many(self, ids: Iterable[str | bytes], ttl: Seconds) -> list[KeepResult]:
         """Change how long the outcomes of many jobs are remembered; returns what `keep` returns, in the order of the

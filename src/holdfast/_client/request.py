@@ -19,6 +19,7 @@ from holdfast._core.jobs import Outcome, Request, State, Update, Work, new_id
 from holdfast._core.lifecycle import newest_generation
 from holdfast._core.options import (
     DEFAULT_WAIT_S,
+    OPTIONS,
     Seconds,
     UsingOptions,
     check_names,
@@ -285,6 +286,13 @@ class Handle(Generic[R_co]):
         """Cancel the job: `CANCELLED` (truthy) if it waited, `ASKED` if it runs, `FINISHED` or `MISSING`."""
         (reply,) = await self._session.storage.cancel(self.queue, [self.id])
         return reply
+
+    async def set_priority(self, priority: int) -> bool:
+        """Change the priority of the job, and nothing else. Returns False if it has ended or does not exist. A running
+        job keeps it for its retries."""
+        number = OPTIONS["priority"].convert(priority)
+        (changed,) = await self._session.storage.prioritize(self.queue, [self.id], number)
+        return changed
 
     async def events(self) -> AsyncIterator[Event]:
         """Yield the events of this job from now on. Some may be lost, so do not wait for a certain one."""

@@ -149,6 +149,7 @@ class SyncHandle(Blocking[Handle[R_co]], mirrors=Handle):
     state = blocking(Handle[Any].state)
     info = blocking(Handle[Any].info)
     cancel = blocking(Handle[Any].cancel)
+    set_priority = blocking(Handle[Any].set_priority)
     events = iterating(Handle[Any].events)
 
 
@@ -227,6 +228,8 @@ class SyncQueue(Blocking[Queue], mirrors=Queue):
     keep_many = blocking(Queue.keep_many)
     cancel = blocking(Queue.cancel)
     cancel_many = blocking(Queue.cancel_many)
+    set_priority = blocking(Queue.set_priority)
+    set_priority_many = blocking(Queue.set_priority_many)
     jobs = iterating(Queue.jobs)
     stats = blocking(Queue.stats)
     pause = blocking(Queue.pause)

@@ -204,6 +204,17 @@ def keep(job: Job | None, ttl_ms: int, at_least: bool, now: int) -> tuple[Step, 
     return Step(replace(job, outcome=outcome)), KeepResult.KEPT
 
 
+def prioritize(job: Job | None, priority: int) -> tuple[Step, bool]:
+    """Change the priority of a live job, and of the request in `next`. A running job has it when it waits again."""
+    if job is None or job.outcome is not None:
+        return Step(job), False
+    run = job.run
+    if run is not None and run.next is not None:
+        following = replace(run.next, work=replace(run.next.work, priority=priority))
+        job = replace(job, run=replace(run, next=following))
+    return Step(replace(job, work=replace(job.work, priority=priority))), True
+
+
 # Runs
 
 

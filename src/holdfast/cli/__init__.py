@@ -13,7 +13,21 @@ from holdfast.cli.doctor import doctor
 from holdfast.cli.enqueue import call, enqueue, result
 from holdfast.cli.inspect import events, explain, jobs, show, stack, status
 from holdfast.cli.lease import complete, extend, fail, lease, release
-from holdfast.cli.manage import audit, backup, cancel, delete, evict, keep, pause, purge, repair, resume, retry, sweep
+from holdfast.cli.manage import (
+    audit,
+    backup,
+    cancel,
+    delete,
+    evict,
+    keep,
+    pause,
+    prioritize,
+    purge,
+    repair,
+    resume,
+    retry,
+    sweep,
+)
 from holdfast.cli.output import MISTAKE, NO, UNREACHABLE, end
 from holdfast.cli.worker import worker
 from holdfast.errors import HoldfastError, OptionError, PayloadRejected, StorageUnavailable
@@ -24,7 +38,7 @@ SECTIONS = {
     "Enqueue": [enqueue, call, result],
     "From a shell": [lease, complete, extend, release, fail],
     "Inspect": [status, jobs, show, explain, stack, events, doctor],
-    "Manage jobs": [cancel, retry, keep, pause, resume, evict, purge, delete],
+    "Manage jobs": [cancel, retry, keep, prioritize, pause, resume, evict, purge, delete],
     "Maintain": [sweep, audit, repair, backup],
 }
 

@@ -1,4 +1,4 @@
-"""Managing jobs and queues: cancel, retry, keep, pause, resume, evict, purge, delete, sweep, audit, repair, backup."""
+"""Managing jobs and queues, and maintaining what is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
-from holdfast._core.jobs import State
+from holdfast._core.jobs import PRIORITIES, State
 from holdfast._core.options import DEFAULT_WAIT_S
 from holdfast._core.replies import CancelResult, KeepResult, Placed, Problem
 from holdfast.cli.common import Length, Number, batches_of_ids, choose_queues, find_ids, with_app, with_present_app
@@ -146,6 +146,23 @@ async def keep(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, ttl: ti
     for id, reply in zip(ids, replies, strict=True):
         say(f"{reply} {id}")
     if all(reply is KeepResult.MISSING for reply in replies):
+        end(NO)
+
+
+@click.command()
+@click.argument("queue")
+@click.argument("priority", type=click.IntRange(PRIORITIES[0], PRIORITIES[-1]))
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@with_present_app
+async def prioritize(app: Holdfast[None], queue: str, priority: int, ids: tuple[str, ...]) -> None:
+    """Change the priority of waiting or running jobs: 0 to 9, higher first. A running job keeps it for its retries.
+
+    Prints changed for each, or unchanged if it has ended or does not exist. Exit status 1 if no job was changed.
+    """
+    replies = await app.queue(queue).set_priority_many(await find_ids(app, queue, ids), priority)
+    for id, changed in zip(ids, replies, strict=True):
+        say(f"{'changed' if changed else 'unchanged'} {id}")
+    if not any(replies):
         end(NO)
 
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from holdfast._core import replies
 from holdfast._core.events import Topic
-from holdfast._core.jobs import MAX_MS, Job, LeaseRef, Request, Settlement, State
+from holdfast._core.jobs import MAX_MS, PRIORITIES, Job, LeaseRef, Request, Settlement, State
 from holdfast.errors import OptionError, StorageUnavailable
 from holdfast.storage import validation
 from holdfast.storage.subscriptions import EventBus, Subscription
@@ -155,6 +155,15 @@ class Storage(ABC):
             return []
         await self._ensure_open()
         return await self._keep(queue, ids, ttl_ms, at_least)
+
+    async def prioritize(self, queue: str, ids: Sequence[str], priority: int) -> list[bool]:
+        """Change the priority of live jobs, and nothing else. False for a job that has ended or does not exist."""
+        validation.check_ids(queue, ids)
+        validation.check_number("priority", priority, PRIORITIES[0], PRIORITIES[-1])
+        if not ids:
+            return []
+        await self._ensure_open()
+        return await self._prioritize(queue, ids, priority)
 
     async def pause(self, queue: str, paused: bool, *, reason: str = "") -> None:
         """Stop claims of a queue, or resume them. All other verbs still work."""
@@ -327,6 +336,8 @@ class Storage(ABC):
     async def _cancel(self, queue: str, ids: Sequence[str]) -> list[replies.CancelResult]: ...
     @abstractmethod
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]: ...
+    @abstractmethod
+    async def _prioritize(self, queue: str, ids: Sequence[str], priority: int) -> list[bool]: ...
     @abstractmethod
     async def _pause(self, queue: str, paused: bool, reason: str) -> None: ...
     @abstractmethod

@@ -6,8 +6,9 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
+from msgspec.structs import replace
 
-from holdfast._core.jobs import Job, Request, Work
+from holdfast._core.jobs import Job, Request, Update, Work
 from holdfast._core.replies import Claim, Enqueued
 from holdfast.storage.conformance.verbs import Stage
 
@@ -215,3 +216,55 @@ async def test_a_claim_does_not_pass_over_a_large_job_for_a_small_one(stage: Sta
     assert ids(await stage.claim(10)) == ["small"]
     assert ids(await stage.claim(10)) == ["large"]
     assert ids(await stage.claim(10)) == ["last"]
+
+
+# A change of priority
+
+
+async def test_new_priority_moves_a_waiting_job_and_changes_nothing_else(stage: Stage) -> None:
+    await add(stage, "first", "a", "b")
+    before = await stage.the("a")
+    assert await stage.prioritize("a", 6)
+    assert await stage.the("a") == replace(before, work=replace(before.work, priority=6))
+    assert ids(await stage.claim(1)) == ["a"]
+    assert await stage.prioritize("first", 0)
+    assert ids(await stage.claim(2)) == ["b", "first"]
+
+
+async def test_new_priority_of_a_running_job_is_that_of_its_retry(stage: Stage) -> None:
+    await stage.enqueue()
+    job = await stage.claim_one()
+    assert await stage.prioritize("a", 9)
+    running = await stage.the()
+    assert running == replace(job, work=replace(job.work, priority=9))
+    await stage.enqueue("b", priority=8)
+    await stage.retry(job)
+    assert ids(await stage.claim(2)) == ["a", "b"]
+
+
+async def test_new_priority_is_also_that_of_the_deferred_request(stage: Stage) -> None:
+    await stage.enqueue()
+    job = await stage.claim_one()
+    await stage.enqueue(payload=b"2", update=Update(), priority=1)
+    assert await stage.prioritize("a", 9)
+    await stage.complete(job)
+    again = await stage.the()
+    assert (again.work.payload, again.work.priority) == (b"2", 9)
+
+
+@pytest.mark.parametrize("end", [Stage.complete, Stage.fail], ids=["complete", "fail"])
+async def test_priority_of_a_job_that_has_ended_stays(
+    stage: Stage, end: Callable[[Stage, Job], Awaitable[object]]
+) -> None:
+    await stage.enqueue()
+    await end(stage, await stage.claim_one())
+    before = await stage.get()
+    assert not await stage.prioritize("a", 9)
+    assert await stage.get() == before
+    assert not await stage.prioritize("nobody", 9)
+
+
+async def test_priorities_of_many_jobs_change_in_one_step(stage: Stage) -> None:
+    await add(stage, "a", "b", "c")
+    assert await stage.storage.prioritize("q", ["c", "nobody", "b", "c"], 7) == [True, False, True, True]
+    assert ids(await stage.claim(3)) == ["b", "c", "a"]

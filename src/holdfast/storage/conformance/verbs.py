@@ -150,6 +150,10 @@ class Stage:
         (reply,) = await self.storage.keep(self.queue, [id], round(ttl * 1000), at_least=at_least)
         return reply
 
+    async def prioritize(self, id: str, priority: int) -> bool:
+        (reply,) = await self.storage.prioritize(self.queue, [id], priority)
+        return reply
+
     async def get(self, id: str = "a") -> Job | None:
         (job,) = await self.storage.get(self.queue, [id])
         return job

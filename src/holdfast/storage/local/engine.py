@@ -161,6 +161,9 @@ class Engine:
     def keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
         return self._change_each(queue, ids, lambda job, now: lifecycle.keep(job, ttl_ms, at_least, now))
 
+    def prioritize(self, queue: str, ids: Sequence[str], priority: int) -> list[bool]:
+        return self._change_each(queue, ids, lambda job, now: lifecycle.prioritize(job, priority))
+
     def _change_each(
         self, queue: str, ids: Sequence[str], decide: Callable[[Job | None, int], tuple[lifecycle.Step, T]]
     ) -> list[T]:
@@ -407,6 +410,9 @@ class LocalStorage(Storage):
 
     async def _keep(self, queue: str, ids: Sequence[str], ttl_ms: int, at_least: bool) -> list[replies.KeepResult]:
         return await self._step(lambda engine: engine.keep(queue, ids, ttl_ms, at_least), items=len(ids))
+
+    async def _prioritize(self, queue: str, ids: Sequence[str], priority: int) -> list[bool]:
+        return await self._step(lambda engine: engine.prioritize(queue, ids, priority), items=len(ids))
 
     async def _pause(self, queue: str, paused: bool, reason: str) -> None:
         await self._step(lambda engine: engine.pause(queue, paused, reason))

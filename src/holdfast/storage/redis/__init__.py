@@ -259,6 +259,10 @@ class RedisStorage(Storage):
         codes = await self._codes(queue, "keep", (ttl_ms, int(at_least)), [id_bytes(id) for id in ids], len(ids))
         return [_KEPT[code] for code in codes]
 
+    async def _prioritize(self, queue: str, ids: Sequence[str], priority: int) -> list[bool]:
+        codes = await self._codes(queue, "prioritize", (priority,), [id_bytes(id) for id in ids], len(ids))
+        return [code == ord("y") for code in codes]
+
     async def _codes(
         self, queue: str, verb: str, options: tuple[Argument, ...], items: Sequence[Argument], count: int
     ) -> bytes:

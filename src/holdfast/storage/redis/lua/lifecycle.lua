@@ -228,6 +228,13 @@ function lifecycle.keep(job, ttl_ms, at_least, client, now)
   return 'k'
 end
 
+function lifecycle.prioritize(job, priority)
+  if not job or job.outcome then return 'n' end
+  if job.run and job.run.next then job.run.next.priority, job.run.changed = priority, true end
+  job.priority, job.changed = priority, true
+  return 'y'
+end
+
 function lifecycle.claim(job, worker, lease_ms, time)
   job.run = {worker = worker, fence = stamp(time), lease_ms = lease_ms, until_at = time[LAST_AT] + 1000 * lease_ms,
     changed = true}

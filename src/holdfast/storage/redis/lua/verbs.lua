@@ -257,6 +257,13 @@ function VERBS.keep()
   end)
 end
 
+function VERBS.prioritize()
+  local priority = number('a priority', ARGS[FIRST_ARG], 0, 9)
+  return change_each(ids_from(FIRST_ARG + 1, 1), 'n', function(job)
+    return job, lifecycle.prioritize(job, priority)
+  end)
+end
+
 function VERBS.pause()
   arguments.count(2)
   local paused = number('paused', ARGS[FIRST_ARG], 0, 1)
