@@ -21,8 +21,8 @@ BUDGETS = {
     "_core": 3_515,
     "_client": 2_545,
     "_worker": 4_340,
-    "storage": 9_315,
-    "storage/conformance": 3_410,
+    "storage": 9_340,
+    "storage/conformance": 3_430,
     "cli": 2_450,
     "testing": 590,
     "": 260,
@@ -30,7 +30,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 20_550
+WITHOUT_CLI = 20_570
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

@@ -54,6 +54,7 @@ MANY_HITS = (1, 2, 5)
 
 UNREACHED = {
     "_client.session.Session.*_for_blocking_calls#*": "blocking calls open another storage: tests/app/test_sync.py",
+    "_client.request.call#[12]": "calls in an eager rehearsal: tests/app/test_eager.py",
     "_worker.claimer.Claimer._listen#3": "the storage breaks in the moment of a subscription",
     "_worker.notes.ask_for_stack#*": "a command asks for a stack and changes no job",
     "_worker.signals.*": "signals to `holdfast worker`: tests/worker",
