@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
 
 from holdfast._core.events import Event, EventKind, Topic
 from holdfast.storage.subscriptions import EventBus, Subscription
@@ -43,3 +47,25 @@ async def test_callback_gets_earlier_events_and_then_each_event_at_once() -> Non
         bus.publish([happened("b"), Event(EventKind.ENQUEUED, "other", "c", 1)])
         assert heard == [happened("a"), happened("b")]
         assert await events.within(0) is None
+
+
+async def test_event_that_no_topic_covers_does_not_wake_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, loop, woken = EventBus(), asyncio.get_running_loop(), list[object]()
+    wake = loop.call_soon_threadsafe
+
+    def noted(callback: Callable[..., object], *args: object) -> asyncio.Handle:
+        woken.append(callback)
+        return wake(callback, *args)
+
+    def publish_in_a_thread(event: Event) -> None:
+        thread = threading.Thread(target=bus.publish, args=([event],))
+        thread.start()
+        thread.join()
+
+    async with Subscription(bus, [Topic("q", "ready")]) as events:
+        monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
+        publish_in_a_thread(Event(EventKind.CLAIMED, "q", "a", 1))
+        assert woken == []
+        publish_in_a_thread(happened("a"))
+        assert await events.within(5) == happened("a")
+        assert len(woken) == 1

@@ -72,15 +72,23 @@ class Subscription:
             self._arrival = self.loop.create_future()
         return self._arrival
 
-    def receive(self, events: Iterable[Event], route: Route | None) -> None:
-        """Take the events that a topic of this route covers. Called on the loop of the subscription."""
+    def covered(self, events: Sequence[Event], route: Route | None) -> list[Event]:
+        """Return the events that a topic of this route covers."""
+        covered: list[Event] = []
         for event in events:
-            topics = self._by_queue.get(event.queue, ())
-            if any(topic.covers(event) and (route is None or route(topic)) for topic in topics):
-                if self._callback is not None:
-                    self._callback(event)
-                else:
-                    self._pending.append(event)
+            for topic in self._by_queue.get(event.queue, ()):
+                if topic.covers(event) and (route is None or route(topic)):
+                    covered.append(event)
+                    break
+        return covered
+
+    def receive(self, events: Iterable[Event]) -> None:
+        """Take events. Called on the loop of the subscription."""
+        for event in events:
+            if self._callback is not None:
+                self._callback(event)
+            else:
+                self._pending.append(event)
         if self._pending and self._arrival is not None:
             _release(self._arrival)
 
@@ -124,7 +132,8 @@ class EventBus:
                         if not chosen or chosen[-1] is not event:
                             chosen.append(event)
         for subscription, chosen in wanted.items():
-            _call(subscription, chosen, route)
+            if covered := subscription.covered(chosen, route):
+                _call(subscription, covered)
 
     def notify_all(self) -> None:
         """Make every listener poll, because events may have been missed: one event for each thing it may wait for."""
@@ -133,17 +142,17 @@ class EventBus:
         for subscription in listeners:
             kinds = (EventKind.UPDATED, EventKind.CANCELLED)
             events = [Event(kind, t.queue, t.id or "", 0) for t in subscription.topics for kind in kinds]
-            _call(subscription, events, None)
+            _call(subscription, events)
 
 
-def _call(subscription: Subscription, events: list[Event], route: Route | None) -> None:
+def _call(subscription: Subscription, events: list[Event]) -> None:
     try:
         if asyncio.get_running_loop() is subscription.loop:
-            subscription.receive(events, route)
+            subscription.receive(events)
             return
     except RuntimeError:
         pass  # A thread without a loop.
     try:
-        subscription.loop.call_soon_threadsafe(subscription.receive, events, route)
+        subscription.loop.call_soon_threadsafe(subscription.receive, events)
     except RuntimeError:
         pass  # The loop of the listener has closed.
