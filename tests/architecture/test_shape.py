@@ -20,7 +20,7 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 3_515,
     "_client": 2_545,
-    "_worker": 4_340,
+    "_worker": 4_400,
     "storage": 9_340,
     "storage/conformance": 3_430,
     "cli": 2_450,

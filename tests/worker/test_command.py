@@ -89,7 +89,8 @@ async def test_help_names_every_option_and_both_ways_to_call_it_work(folder: Pat
     )
     assert shown == same
     assert (shown.status, shown.err) == (0, "")
-    options = "queues processes inline concurrency name lease grace max-jobs max-memory burst log-format log-level"
+    options = "queues processes inline concurrency name lease grace max-jobs max-memory burst max-burst-jobs reload"
+    options += " url namespace log-format log-level"
     assert [option for option in options.split() if f"--{option}" not in shown.out] == []
     assert "Exit status:" in shown.out
 
@@ -116,6 +117,8 @@ WRONG_OPTIONS = [
     "fine:app --inline --processes 2",
     "fine:app --inline --max-jobs 2",
     "fine:app --inline --max-memory 1G",
+    "fine:app --max-burst-jobs 3",
+    "fine:app --burst --max-burst-jobs 0",
     "fine.py",
     "fine/tasks:app",
 ]

@@ -322,6 +322,58 @@ async def test_reload_of_code_without_tasks_can_be_fixed_by_another_reload(scene
 
 
 @pytest.mark.storages("sqlite")
+async def test_changed_source_is_loaded_again_if_the_option_says_so(scene: Scene) -> None:
+    code = Code(scene)
+    code.write("old")
+    worker = await code.worker("--processes", "2", "--reload", children=2)
+    await until(lambda: "watching the Python files in" in worker.text())
+    slow = await scene.app.queue("slow").enqueue({"gate": "go"})
+    await scene.noted("slow")
+    code.write("broken", text="this is no Python")
+    await until(lambda: "the new code does not load" in worker.text())
+    assert (await scene.ask("which"))[0] == "old"
+    code.write("new")
+    await until(lambda: "reloaded the code" in worker.text())
+    assert (await scene.ask("which"))[0] == "new"
+    assert worker.text().count("changing.py has changed: reloading the code") == 2
+    (scene.folder / "go").touch()
+    assert (await slow.result(wait=10))[0] == "old"
+    await asyncio.sleep(1.2)  # Two looks at the files.
+    assert worker.text().count("reloading the code") == 2
+    assert worker.text().count("watching") == 1
+
+
+@pytest.mark.storages("sqlite")
+async def test_inline_worker_starts_again_with_changed_source(scene: Scene) -> None:
+    code = Code(scene)
+    code.write("broken", text="this is no Python")
+    worker = code.start("--inline", "--reload")
+    await until(lambda: "waiting for a change: " in worker.text() and "watching" in worker.text())
+    code.write("old")
+    await until(lambda: worker.text().count("watching") == 2, 20)
+    slow = await scene.app.queue("slow").enqueue({"gate": "go"})
+    await scene.noted("slow")
+    code.write("new")
+    await until(lambda: "changing.py has changed: stopping the worker" in worker.text())
+    (scene.folder / "go").touch()
+    assert (await slow.result(wait=10))[0] == "old"
+    assert await scene.ask("which") == ["new", worker.pid]
+    worker.signal(signal.SIGTERM)
+    assert await worker.exited(20) == 0
+
+
+@pytest.mark.storages("sqlite")
+async def test_changed_source_is_not_noticed_without_the_option(scene: Scene) -> None:
+    code = Code(scene)
+    code.write("old")
+    worker = await code.worker("--processes", "1")
+    code.write("new")
+    await asyncio.sleep(1.2)
+    assert (await scene.ask("which"))[0] == "old"
+    assert "reload" not in worker.text()
+
+
+@pytest.mark.storages("sqlite")
 async def test_sighup_to_the_children_alone_loses_no_job(scene: Scene) -> None:
     worker = await scene.worker("held:app", "--processes", "1")
     handle = await scene.app.queue("hold").enqueue({"gate": "go"})

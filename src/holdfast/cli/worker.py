@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import click
 
@@ -18,12 +20,15 @@ from holdfast._worker.app_loader import app_parts, import_app, parse_target
 from holdfast._worker.logs import FORMATS, Logs, set_up_logging
 from holdfast._worker.processes.pool import Pool, PoolSettings
 from holdfast._worker.signals import serve_until_signal
+from holdfast._worker.source_watch import next_change, source_folders
 from holdfast._worker.telemetry import HookDispatcher, default_worker_name
 from holdfast._worker.worker import Worker, WorkerSettings
 from holdfast.cli.common import Number, look_here
 from holdfast.errors import OptionError
 from holdfast.storage import Storage, connect
 from holdfast.storage.validation import check_worker
+
+log = logging.getLogger("holdfast.worker")
 
 MAX_GRACE_S = 86_400.0
 
@@ -83,6 +88,9 @@ class Size(click.ParamType[int]):
 @click.option("--max-memory", type=Size(), help="Replace a child that uses more memory than this, for example 500M.")
 @click.option("--burst", is_flag=True, help="Exit when no job is due.")
 @click.option("--max-burst-jobs", type=click.IntRange(1), help="Exit a burst after this number of runs.")
+@click.option(
+    "--reload", is_flag=True, help="For development: load the code again when a source file of the app changes."
+)
 @click.option("--url", metavar="URL", help="URL of the storage, for an app that is created without one.")
 @click.option("--namespace", metavar="NAME", help="Namespace, for an app that is created without one.")
 @click.option(
@@ -113,6 +121,7 @@ def worker(
     max_memory: int | None,
     burst: bool,
     max_burst_jobs: int | None,
+    reload: bool,
     url: str | None,
     namespace: str | None,
     log_format: str,
@@ -129,6 +138,7 @@ def worker(
       holdfast worker shop.tasks:app
       holdfast worker shop.tasks:app --queues 'reports.*' --processes 4
       holdfast worker shop.tasks:app --inline --burst
+      holdfast worker shop.tasks:app --reload --processes 1
 
     \b
     Signals:
@@ -159,7 +169,7 @@ def worker(
     _give_to_app(chosen)
     patterns = list(queues) or None
     if inline:
-        app = import_app(target, Holdfast)
+        app = _import_or_wait(target) if reload else import_app(target, Holdfast)
         parts = app_parts(app)
         _check_app_uses(chosen, parts.url, parts.namespace)
         made = app.worker(
@@ -171,7 +181,8 @@ def worker(
             burst=burst,
             max_burst_jobs=max_burst_jobs,
         )
-        asyncio.run(serve_until_signal(made))
+        if asyncio.run(serve_until_signal(made, source_folders if reload else None)):
+            _start_again()
         return
     pool = Pool(
         PoolSettings(
@@ -198,9 +209,24 @@ def worker(
     async def main() -> None:
         hooks = HookDispatcher((), pool.report_error)
         made = Worker(pool, lambda: _storage_of(pool, chosen), worker_settings, hooks)
-        await serve_until_signal(made)
+        await serve_until_signal(made, (lambda: pool.source_folders) if reload else None)
 
     asyncio.run(main())
+
+
+def _import_or_wait(target: str) -> Holdfast[Any]:
+    """Import the app. If it cannot be imported, report why, and start this program again when a source file changes."""
+    try:
+        return import_app(target, Holdfast)
+    except OptionError as error:
+        log.error("waiting for a change: %s", error)
+        asyncio.run(next_change(lambda: {os.getcwd(), *source_folders()}, {}))
+        return _start_again()
+
+
+def _start_again() -> NoReturn:
+    """Start this program again in this process, with the code as it is now."""
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 -- The words are those of this program.
 
 
 def _give_to_app(chosen: Mapping[str, str | None]) -> None:

@@ -30,6 +30,7 @@ from holdfast._worker.logs import set_up_logging
 from holdfast._worker.processes import messages
 from holdfast._worker.processes.messages import Begin, ChildChannel, Finished, ToChild
 from holdfast._worker.processes.os_process import LoopProbe, attach_probe, dump_stacks_to, is_child_of, memory
+from holdfast._worker.source_watch import source_folders
 from holdfast._worker.telemetry import HookDispatcher
 from holdfast.errors import HoldfastError, JobError, OptionError
 from holdfast.version import VERSION
@@ -106,6 +107,7 @@ class ChildRuntime:
                 hooks=bool(parts.on_event),
                 error_hooks=bool(parts.hooks.errors),
                 source=self._source,
+                folders=source_folders(),
             )
             self._channel.send(hello)
             try:

@@ -100,6 +100,8 @@ class Hello(Message, frozen=True):
     error_hooks: bool
     source: str
     """Where the app is from: see `Application`."""
+    folders: list[str]
+    """Folders of the source files of the app: see `source_folders`."""
 
 
 class Broken(Message, frozen=True):

@@ -139,6 +139,11 @@ class Pool(Executor):
         return self._hello
 
     @property
+    def source_folders(self) -> list[str]:
+        """Folders of the source files of the app, once it is loaded."""
+        return [] if self._hello is None else self._hello.folders
+
+    @property
     def configs(self) -> list[QueueConfig]:
         return [] if self._hello is None else self._hello.configs
 
