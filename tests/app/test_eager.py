@@ -282,12 +282,13 @@ def test_an_interrupt_passes_through(app: Holdfast[Any]) -> None:
         work.sync.enqueue()
 
 
-async def test_the_caller_can_be_cancelled_in_a_handler(app: Holdfast[Any]) -> None:
+@pytest.mark.parametrize("raises", [True, False])
+async def test_the_caller_can_be_cancelled_in_a_handler(app: Holdfast[Any], raises: bool) -> None:
     @app.task(name="t")
     async def work() -> None:
         await asyncio.sleep(3600)
 
-    with eager(app):
+    with eager(app, raises=raises):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(work.call(), 0.05)
         with pytest.raises(TimeoutError):
@@ -313,6 +314,11 @@ def test_delayed_jobs_wait_for_the_clock_and_run_on_the_thread_of_the_caller(app
         assert jobs.ran() == []
         assert len(jobs.sync.advance(minutes=1)) == 2
         assert handle.result() == threading.get_ident()
+        app.sync.queue("t").pause()
+        paused = where.sync.enqueue()
+        app.sync.queue("t").resume()
+        assert len(jobs.sync.drain()) == 1
+        assert paused.result() == threading.get_ident()
 
 
 async def test_ids_mean_what_they_mean_in_life(app: Holdfast[Any]) -> None:
@@ -410,6 +416,7 @@ def test_drain_of_an_endless_job_is_stopped(app: Holdfast[Any]) -> None:
         app.sync.queue("again").pause()
         again.sync.enqueue()
         app.sync.queue("again").resume()
+        assert jobs.ran() == []
         with pytest.raises(HoldfastError, match="drain started more than 50 runs"):
             jobs.sync.drain(max_runs=50)
 

@@ -24,7 +24,7 @@ BUDGETS = {
     "storage": 9_340,
     "storage/conformance": 3_430,
     "cli": 2_450,
-    "testing": 590,
+    "testing": 595,
     "": 260,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""

@@ -65,13 +65,15 @@ class EagerRehearsal(Rehearsal):
         await self._run_ready(handler for handler in handlers if handler.queue in (queue, queue + FAILED_SUFFIX))
 
     async def _run_ready(self, handlers: Iterable[Handler], max_runs: int = MAX_MORE_RUNS) -> None:
-        """Run jobs one after the other until none is ready. Then raise the first exception of a handler."""
+        """Run jobs one after the other until none is ready. Then raise the first exception of a handler. If the caller
+        was cancelled, that is the cancellation, and it is always raised."""
         served, errors, runs = list(handlers), list[BaseException](), 0
         while ready := [handler for handler in served if await self._run_next(handler, errors)]:
             runs += len(ready)
             if runs > max_runs:
                 raise endless(max_runs)
-        if errors and self._raises:
+        caller = asyncio.current_task()
+        if errors and (self._raises or (caller is not None and caller.cancelling())):
             raise errors[0]
 
     async def _run_next(self, handler: Handler, errors: list[BaseException]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from holdfast._client.app import MAX_LEASE_MS, Holdfast
 from holdfast._client.request import Using
-from holdfast._client.sync import Blocking, blocking
+from holdfast._client.sync import Blocking, blocking, run
 from holdfast._client.task import Task
 from holdfast._core.arguments import SignatureMismatch
 from holdfast._core.clock import ManualClock
@@ -161,7 +161,9 @@ def endless(max_runs: int) -> HoldfastError:
 class SyncRehearsal(Blocking[Rehearsal], mirrors=Rehearsal):
     """A rehearsal, blocking, for tests that are not async. See `Rehearsal`."""
 
-    drain = blocking(Rehearsal.drain)
+    def drain(self, *, max_runs: int | None = None) -> list[RunEvent]:
+        return run(self._session, lambda: self._source.drain(max_runs=max_runs))
+
     advance = blocking(Rehearsal.advance)
 
 
