@@ -20,17 +20,17 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 3_515,
     "_client": 2_545,
-    "_worker": 4_400,
+    "_worker": 4_435,
     "storage": 9_340,
     "storage/conformance": 3_430,
-    "cli": 2_450,
+    "cli": 2_475,
     "testing": 595,
     "": 260,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 20_570
+WITHOUT_CLI = 20_720
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""

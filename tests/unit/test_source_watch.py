@@ -81,7 +81,7 @@ async def test_a_folder_that_is_new_is_not_a_change(tmp_path: Path) -> None:
     while not seen:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     folders.append(str(tmp_path / "two"))
-    while len(seen) < 2:  # noqa: ASYNC110
+    while len(seen) < 2 and not noticing.done():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     assert not noticing.done()
