@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
@@ -328,10 +328,10 @@ def call_hooks(session: Session, bounds: Iterable[BoundRequest[Any]]) -> None:
             hook(bound)
 
 
-async def enqueue(session: Session, bound: BoundRequest[R]) -> Handle[R]:
+def enqueue(session: Session, bound: BoundRequest[R]) -> Coroutine[Any, Any, Handle[R]]:
     if session.before_enqueue:
         call_hooks(session, [bound])
-    return await send(session, bound)
+    return send(session, bound)
 
 
 async def send(session: Session, bound: BoundRequest[R]) -> Handle[R]:
