@@ -260,7 +260,8 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "For this time after a job has completed, a new request with its id does not run: it gets the old result.",
+        "For this time after a job has completed, a new request with its id does not run: it gets the old result. "
+        "But with on_conflict update, the default of a singleton, the new request runs.",
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
