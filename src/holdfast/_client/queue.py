@@ -231,7 +231,7 @@ class Queue:
 
     async def set_priority(self, id: str | bytes, priority: int) -> bool:
         """Change the priority of a waiting or running job, and nothing else. Returns False if the job has ended or does
-        not exist. A running job keeps it for its retries."""
+        not exist. The retries of a running job have the new priority."""
         (changed,) = await self.set_priority_many([id], priority)
         return changed
 

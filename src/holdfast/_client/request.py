@@ -288,8 +288,8 @@ class Handle(Generic[R_co]):
         return reply
 
     async def set_priority(self, priority: int) -> bool:
-        """Change the priority of the job, and nothing else. Returns False if it has ended or does not exist. A running
-        job keeps it for its retries."""
+        """Change the priority of the job, and nothing else. Returns False if it has ended or does not exist. The
+        retries of a running job have the new priority."""
         number = OPTIONS["priority"].convert(priority)
         (changed,) = await self._session.storage.prioritize(self.queue, [self.id], number)
         return changed

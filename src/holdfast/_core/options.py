@@ -234,7 +234,7 @@ _ROWS = [
     _row(
         "expires",
         "After this time the job does not start any more: it fails. "
-        "Give a point in time, or the number of seconds after the time when the job is due.",
+        "Seconds count from the time when the job is due. You can also give a point in time.",
         default_text="never",
         least=0.001,
         most=MAX_MS // 1000,
@@ -260,7 +260,8 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "For this time after a job has completed, a new request with its id does not run: it gets the old result. "
+        "If a new request with the same id comes within this time after the job has completed, it does not run: "
+        "it gets the old result. "
         "But with on_conflict update, the default of a singleton, the new request runs.",
         default_text="as `result_ttl`",
     ),

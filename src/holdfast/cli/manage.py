@@ -155,7 +155,8 @@ async def keep(app: Holdfast[None], queue: str, ids: tuple[str, ...], *, ttl: ti
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @with_present_app
 async def prioritize(app: Holdfast[None], queue: str, priority: int, ids: tuple[str, ...]) -> None:
-    """Change the priority of waiting or running jobs: 0 to 9, higher first. A running job keeps it for its retries.
+    """Change the priority of waiting or running jobs: 0 to 9, higher first. The retries of a running job have
+    the new priority.
 
     Prints changed for each, or unchanged if it has ended or does not exist. Exit status 1 if no job was changed.
     """
