@@ -275,7 +275,7 @@ _ROWS = [
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
         "on_storage_loss",
-        "While the storage cannot be reached, hold lets runs continue; kill ends them before their lease expires.",
+        "What happens to runs while the storage cannot be reached: they continue, or the worker kills them in time.",
         default_text='`"hold"`; `"kill"` for a singleton',
     ),
     _row(
