@@ -260,9 +260,8 @@ _ROWS = [
     _row("result_ttl", "How long the outcome of a completed job is kept.", default_text=RESULT_TTL),
     _row(
         "dedup_ttl",
-        "If a new request with the same id comes within this time after the job has completed, it does not run: "
-        "it gets the old result. "
-        "But with on_conflict update, the default of a singleton, the new request runs.",
+        "For this time after a job has completed, a new request with its id does not run, but gets the old result. "
+        "With on_conflict update the new request runs. Singletons have update by default.",
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
@@ -275,7 +274,8 @@ _ROWS = [
     _row("delivery", "With at_most_once a job that was started never runs again.", default="at_least_once"),
     _row(
         "on_storage_loss",
-        "What happens to runs while the storage cannot be reached: they continue, or the worker kills them in time.",
+        "What happens to runs while the storage cannot be reached: they continue (hold), or the worker kills them "
+        "before their leases end (kill).",
         default_text='`"hold"`; `"kill"` for a singleton',
     ),
     _row(
