@@ -261,7 +261,7 @@ _ROWS = [
     _row(
         "dedup_ttl",
         "For this time after a job has completed, a new request with its id does not run, but gets the old result. "
-        "With on_conflict update the new request runs. Singletons have update by default.",
+        'If on_conflict is "update", the new request runs. This is the default of singletons.',
         default_text="as `result_ttl`",
     ),
     _row("failure_ttl", "How long the record of a failed job is kept.", default=7 * 86_400),
