@@ -63,7 +63,7 @@ class JsonCodec(MsgspecCodec):
     def encode(self, value: object) -> bytes:
         data: bytes = self._encoder.encode(value)
         _refuse_nan(value, data, self._hooks)
-        if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
+        if len(data) > 2 * MAX_DEPTH and data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(data) > MAX_DEPTH:
             raise ValueError(f"it has more than {MAX_DEPTH} levels of nested lists and objects")
         return data
 

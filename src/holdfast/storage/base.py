@@ -72,7 +72,8 @@ class Storage(ABC):
                 await self._close()
 
     async def _ensure_open(self) -> None:
-        """Open a lazy storage if this is its first verb. Raise StorageUnavailable if the storage is not open."""
+        """Open a lazy storage if this is its first verb. Raise StorageUnavailable if the storage is not open. The verbs
+        of every job test the first condition themselves, which saves a coroutine."""
         if self._pid == os.getpid():
             return
         opening = self._opening
@@ -93,7 +94,8 @@ class Storage(ABC):
         validation.check_requests(queue, jobs, self._max_payload)
         if not jobs:
             return []
-        await self._ensure_open()
+        if self._pid != os.getpid():
+            await self._ensure_open()
         return await self._enqueue(queue, jobs)
 
     def enqueue_in(self, transaction: object, queue: str, jobs: Sequence[Request]) -> list[replies.Enqueued | None]:
@@ -116,7 +118,8 @@ class Storage(ABC):
         validation.check_queue(queue)
         validation.check_number("limit", limit, 1, validation.MAX_ITEMS)
         validation.check_lease(worker, lease_ms)
-        await self._ensure_open()
+        if self._pid != os.getpid():
+            await self._ensure_open()
         return await self._claim(queue, limit, worker, lease_ms)
 
     async def settle(self, queue: str, batch: Sequence[Settlement], *, worker: str) -> list[replies.SettleResult]:
@@ -125,7 +128,8 @@ class Storage(ABC):
         validation.check_worker(worker)
         if not batch:
             return []
-        await self._ensure_open()
+        if self._pid != os.getpid():
+            await self._ensure_open()
         return await self._settle(queue, batch, worker)
 
     async def extend(self, queue: str, leases: Sequence[LeaseRef], *, worker: str, lease_ms: int) -> replies.Extended:

@@ -141,7 +141,7 @@ local function read_terms(packed)
 end
 
 arguments.terms = remembers(function(packed)
-  return packed == '' or (#packed < 65536 and pcall(read_terms, packed))
+  return #packed < 65536 and pcall(read_terms, packed)
 end, 'the terms are not those of a work')
 
 function arguments.extension(packed)

@@ -77,7 +77,7 @@ function VERBS.enqueue()
       request.work_extension = arguments.extension(sub(request.terms, extension_at))
       request.terms = own
     end
-    check_terms(request.terms)
+    if request.terms ~= '' then check_terms(request.terms) end
     return request
   end, replies, outcomes)
   transaction.close(tx)

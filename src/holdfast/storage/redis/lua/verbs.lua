@@ -157,7 +157,8 @@ local function split_follow_up(packed)
     arguments.extension(extension)
   end
   if priority > 9 or at > #packed + 1 then error('garbled') end
-  return priority, arguments.terms(terms), extension, at
+  if terms ~= '' then arguments.terms(terms) end
+  return priority, terms, extension, at
 end
 
 local function read_follow_up(id, packed)
