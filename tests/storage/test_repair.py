@@ -689,6 +689,24 @@ async def test_repair_goes_page_by_page_and_lets_other_calls_run_between(stage: 
     assert (await audit(stage.storage, "q")).problems == []
 
 
+async def test_jobs_that_move_during_a_repair_are_not_counted_twice(stage: Stage) -> None:
+    ids = await enqueue_many(stage, 2 * REPAIR_PAGE + 50)
+    while jobs := await stage.claim(100):
+        for job in jobs:
+            await stage.retry(job, delay=60)
+    before = await stage.stats()
+    step = await stage.storage.repair("q", dry_run=False)
+    stage.clock.advance(0.001)
+    assert all(await stage.storage.prioritize("q", ids[:10], 1))  # From the page that was counted to the last one.
+    problems = list(step.problems)
+    while step.cursor is not None:
+        step = await stage.storage.repair("q", dry_run=False, cursor=step.cursor)
+        problems += step.problems
+    after = await stage.stats()
+    assert (problems, after.retrying, after.totals) == ([], before.retrying, before.totals)
+    assert (await audit(stage.storage, "q")).problems == []
+
+
 async def test_a_queue_of_exactly_one_page_is_audited_to_its_end(stage: Stage, saboteur: Saboteur) -> None:
     await enqueue_many(stage, REPAIR_PAGE)
 

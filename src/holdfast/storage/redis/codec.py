@@ -323,8 +323,11 @@ class StatsReply(NamedTuple):
     records: int
     leases: int
     last_stamp: int
+    written_at: int
+    """When the metadata was written, which every change does."""
 
     @property
     def version(self) -> int:
-        """A number that rises with every change: requests and leases take stamps, and events are counted."""
-        return self.last_stamp + sum(self.totals)
+        """A number that rises with every change: requests and leases take stamps, events are counted, and for the other
+        changes there is the time."""
+        return self.last_stamp + self.written_at + sum(self.totals)

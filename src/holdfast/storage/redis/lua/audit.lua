@@ -94,7 +94,7 @@ end
 function VERBS.recount()
   local meta = metadata.read(QUEUE)
   if not meta then return 0 end
-  local version = meta[LAST_STAMP]
+  local version = meta[LAST_STAMP] + meta[LAST_AT]
   for kind = 1, KINDS do version = version + meta[TOTALS + kind] end
   local counted_at, retrying, deferred, missing = unpack(ARGS, FIRST_ARG)
   if version ~= tonumber(counted_at) then return 0 end

@@ -2,14 +2,14 @@
 
 local ENTRY_FIELDS = 5 -- of `page`: index, member, score, record, lease
 
--- The time and the skew of a queue, and its metadata if there is such a queue. The last result says whether the time needs
--- a note.
+-- The time and the skew of a queue, and its metadata if there is such a queue. The last two results say whether the time
+-- needs a note, and when the metadata was written.
 local function time_of(queue)
   local meta = metadata.read(queue)
   if not meta then return WALL, 0 end
   local noted_at, noted_skew = meta[LAST_AT], meta[SKEW]
   clock.tick(meta)
-  return meta[LAST_AT], meta[SKEW], meta, clock.needs_note(meta, noted_at, noted_skew)
+  return meta[LAST_AT], meta[SKEW], meta, clock.needs_note(meta, noted_at, noted_skew), noted_at
 end
 
 -- One character per queue: 1 if it has a job that is due, a lease to take back, or (if asked) a record to forget. A queue whose
@@ -82,7 +82,7 @@ end
 -- The metadata and the sizes of the indexes, for a snapshot and for the audit. The positions of the reply are the fields of
 -- StatsReply in codec.py.
 function VERBS.stats()
-  local now, _, meta = time_of(QUEUE)
+  local now, _, meta, _, written_at = time_of(QUEUE)
   if not meta then return false end
   local ready, scheduled, oldest = 0, 0, now
   for priority = 0, 9 do
@@ -105,5 +105,5 @@ function VERBS.stats()
   for kind = 1, KINDS do totals[kind] = meta[TOTALS + kind] end
   return {now, ready, scheduled, oldest, sizes, past, meta[RETRYING], meta[DEFERRED_JOBS], meta[PAUSED],
     meta[REASON], totals, call('HLEN', QUEUE .. ':jobs'), call('HLEN', QUEUE .. ':runs'),
-    meta[LAST_STAMP]}
+    meta[LAST_STAMP], written_at}
 end
