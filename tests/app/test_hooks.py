@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,9 +23,13 @@ from holdfast import (
     PermanentError,
     RunEvent,
     State,
+    StorageUnavailable,
     current_job,
 )
+from holdfast._core.jobs import LeaseRef
+from holdfast._core.replies import Extended, Snapshot
 from holdfast._worker.handler import Proceed
+from holdfast.storage.local.memory import MemoryStorage
 from tests.app.conftest import until
 
 pytestmark = pytest.mark.storages("memory")  # a test that depends on the storage names all of them
@@ -611,3 +615,42 @@ async def test_middleware_may_answer_in_place_of_the_handler_without_being_async
     async with app.worker():
         assert await work.using(id="known").call() == 7
         assert await work.using(id="new").call() == 1
+
+
+class Unsteady(MemoryStorage):
+    """A storage whose first snapshot fails, and whose first extend finds that all leases are lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    async def _snapshot(self, queues: Sequence[str] | None) -> Snapshot:
+        self.calls["snapshot"] += 1
+        if self.calls["snapshot"] == 1:
+            raise StorageUnavailable("not now")
+        return await super()._snapshot(queues)
+
+    async def _extend(self, queue: str, leases: Sequence[LeaseRef], worker: str, lease_ms: int) -> Extended:
+        self.calls["extend"] += 1
+        if self.calls["extend"] == 1:
+            return Extended(lost=list(leases), cancel_asked=[])
+        return await super()._extend(queue, leases, worker, lease_ms)
+
+
+async def test_only_stored_progress_is_an_event_and_a_drained_queue_is_looked_for_again() -> None:
+    events: list[EventKind] = []
+    async with Holdfast[Any](storage=Unsteady()) as app:
+
+        @app.on_event
+        def note(event: RunEvent) -> None:
+            events.append(event.kind)
+
+        @app.task(name="t")
+        async def work() -> None:
+            current_job().progress(1)
+            await asyncio.sleep(0.3)
+
+        async with app.worker(lease=0.5):
+            await work.enqueue()
+            await until(lambda: EventKind.DRAINED in events)
+    assert events.count(EventKind.PROGRESS) == 1  # That of the second run: the lease of the first one was lost.

@@ -224,17 +224,18 @@ class Heartbeat:
     async def _extend(self, storage: Storage, queue: str, runs: list[tuple[Run, bytes | None]]) -> None:
         extend = partial(storage.extend, queue, worker=self._worker, lease_ms=self._lease_ms)
         for beaten in batches(runs, lambda beaten: len(beaten[1] or b"")):
-            sent_at = asyncio.get_running_loop().time()
+            sent_at, stored = asyncio.get_running_loop().time(), True
             try:
                 reply = await extend([LeaseRef(*run.key[1:], progress) for run, progress in beaten])
             except (PayloadRejected, OptionError) as error:  # A heartbeat never depends on what a handler reports.
                 self._report_error(error, f"could not send the progress of jobs in {queue}")
-                reply = await extend([LeaseRef(*run.key[1:]) for run, _ in beaten])
+                reply, stored = await extend([LeaseRef(*run.key[1:]) for run, _ in beaten]), False
+            lost = {(lease.id, lease.fence) for lease in reply.lost}
             for run, progress in beaten:
                 run.lease.extended_at = sent_at
                 if run.lease.progress is progress:  # Else there is newer progress, which has not been sent.
                     run.lease.progress = None
-                if progress is not None:
+                if progress is not None and stored and run.key[1:] not in lost:
                     self._publish(EventKind.PROGRESS, queue, run.job.id, run.job.attempts, progress)
             by_lease = {run.key[1:]: run for run, _ in beaten}
             for lease in reply.lost:
@@ -246,7 +247,12 @@ class Heartbeat:
         """Publish which queues have no waiting and no running job, of those in which a run of this worker has ended."""
         ended = self._context.hooks.ended_in
         queues = [ended.popitem()[0] for _ in range(min(len(ended), MAX_ITEMS))]
-        for stats in (await storage.snapshot(queues)).queues:
+        try:
+            snapshot = await storage.snapshot(queues)
+        except BaseException:
+            ended.update(dict.fromkeys(queues))  # The next beat looks again.
+            raise
+        for stats in snapshot.queues:
             if not (stats.ready or stats.scheduled or stats.running or stats.problem):
                 self._publish(EventKind.DRAINED, stats.queue)
 
