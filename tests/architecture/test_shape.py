@@ -20,8 +20,8 @@ MOST_PARAMETERS = 8
 BUDGETS = {
     "_core": 3_515,
     "_client": 2_545,
-    "_worker": 4_435,
-    "storage": 9_340,
+    "_worker": 4_445,
+    "storage": 9_350,
     "storage/conformance": 3_430,
     "cli": 2_475,
     "testing": 595,
