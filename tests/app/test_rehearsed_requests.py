@@ -9,9 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from holdfast import EventKind, Holdfast, NotOpen, OptionError, State
+from holdfast import BoundRequest, EventKind, Holdfast, NotOpen, OptionError, State
 from holdfast.testing import RehearsedRequest, rehearse
 from holdfast.testing.rehearsal import START
 
@@ -124,6 +125,48 @@ async def test_options_of_using_are_compared(app: Holdfast[Any], remind: Any) ->
         jobs.assert_enqueued(remind.using(delay=timedelta(minutes=1), priority=7, id="x", expires=90))
         for options in ({"delay": 61}, {"priority": 6}, {"id": "y"}, {"expires": 80}, {"run_at": jobs.now}):
             jobs.assert_not_enqueued(remind.using(**options), who="ada")
+
+
+async def test_headers_of_using_are_among_those_of_the_request(app: Holdfast[Any], remind: Any) -> None:
+    with rehearse(app) as jobs:
+        await remind.using(headers={"tenant": "7", "trace": "a"}).enqueue("ada")
+        jobs.assert_enqueued(remind.using(headers={"tenant": "7"}))
+        jobs.assert_not_enqueued(remind.using(headers={"tenant": "8"}))
+        jobs.assert_not_enqueued(remind.using(headers={"tenant": "7", "other": "a"}))
+
+
+async def test_headers_of_hooks_leave_other_options_as_they_are(app: Holdfast[Any], remind: Any) -> None:
+    @app.before_enqueue
+    def trace(request: BoundRequest[Any]) -> None:
+        request.add_headers({"trace": "a"})
+
+    with rehearse(app) as jobs:
+        await remind.using(expires=60, backoff=[1, 2]).enqueue("ada")
+        jobs.assert_enqueued(remind.using(expires=60))
+        jobs.assert_enqueued(remind.using(backoff=[1, 2]))
+        jobs.assert_not_enqueued(remind.using(expires=61))
+        jobs.assert_not_enqueued(remind.using(backoff=[1]))
+
+
+async def test_a_delay_of_zero_is_no_delay(app: Holdfast[Any], remind: Any) -> None:
+    with rehearse(app) as jobs:
+        await remind.using(run_at=jobs.now + timedelta(hours=1)).enqueue("ada", 1)
+        await remind.using(delay=1).enqueue("ada", 2)
+        jobs.assert_not_enqueued(remind.using(delay=0))
+        await remind.enqueue("ada", 3)
+        jobs.assert_enqueued(remind.using(delay=0), day=3)
+
+
+async def test_arguments_are_compared_as_json_if_they_have_no_truth_value(app: Holdfast[Any]) -> None:
+    app.codec_hooks(np.ndarray, encode=lambda array: array.tolist(), decode=np.array)
+
+    @app.task(name="sum")
+    async def total(numbers: np.ndarray[Any, Any]) -> None: ...
+
+    with rehearse(app) as jobs:
+        await total.enqueue(np.array([1, 2, 3]))
+        jobs.assert_enqueued(total, numbers=np.array([1, 2, 3]))
+        jobs.assert_not_enqueued(total, numbers=np.array([1, 2, 4]))
 
 
 async def test_a_duplicate_was_not_enqueued(app: Holdfast[Any], remind: Any) -> None:

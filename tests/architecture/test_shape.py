@@ -24,7 +24,7 @@ BUDGETS = {
     "storage": 9_350,
     "storage/conformance": 3_430,
     "cli": 2_475,
-    "testing": 595,
+    "testing": 630,
     "": 260,
 }
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""

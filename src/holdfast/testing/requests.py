@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from inspect import Parameter
 from typing import Any, cast
@@ -12,6 +13,7 @@ import msgspec
 from holdfast._client.request import RequestTemplate, Using
 from holdfast._core.clock import Clock
 from holdfast._core.codec import canonical
+from holdfast._core.extension import BACKOFF, EXPIRES_AT, EXPIRES_IN, headers_in
 from holdfast._core.jobs import DEFAULT_PRIORITY, Request
 from holdfast._core.options import OPTIONS, from_at
 from holdfast._core.replies import Enqueued, Placed
@@ -23,8 +25,8 @@ MAX_SHOWN = 10
 """Maximum number of requests that a failed assertion lists."""
 PLACED = (Placed.NEW, Placed.UPDATED, Placed.DEFERRED)
 """What a request does that lets a job run."""
-IN_EXTENSION = ("backoff", "expires")
-"""Options that are part of the field `extension`."""
+TAGS = {"backoff": (BACKOFF,), "expires": (EXPIRES_IN, EXPIRES_AT)}
+"""Options that are entries of the field `extension`, and their tags. Headers are compared one by one."""
 
 
 class RehearsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,23 +108,29 @@ class Expectation:
                 raise OptionError(f"{self.queue} has no parameter {name!r}: it has {', '.join(parameters) or 'none'}")
 
     def matches(self, seen: SeenRequest, arguments: Any) -> bool:
-        if seen.queue != self.queue or not self._has_options(seen.request):
+        if seen.queue != self.queue or not all(self._has_option(name, seen.request) for name in self._options):
             return False
         by_name = _by_name(arguments) or {}
         return all(
             name in by_name and _is_same(by_name[name], value, self._hooks) for name, value in self._arguments.items()
         )
 
-    def _has_options(self, request: Request) -> bool:
-        """Whether a request has the options that `task.using(…)` gives."""
-        fields = {"extension" if name in IN_EXTENSION else OPTIONS[name].field for name in self._options}
-        if "id" in fields and request.id != self._template.id:
-            return False
-        wanted = self._template.request
+    def _has_option(self, name: str, request: Request) -> bool:
+        """Whether a request has an option that `task.using(…)` gives. It may have more headers: hooks add some."""
+        wanted, field = self._template.request, OPTIONS[name].field
+        entries, wanted_entries = request.work.extension, wanted.work.extension
+        if name == "id":
+            return request.id == self._template.id
+        if name == "delay":
+            return request.run_at is None and (request.delay_ms or 0) == (wanted.delay_ms or 0)
+        if name == "headers":
+            return headers_in(wanted_entries).items() <= headers_in(entries).items()
+        if name in TAGS:
+            return not any(tag in TAGS[name] for tag, _ in {*entries} ^ {*wanted_entries})
         return all(
             getattr(sent, field) == getattr(expected, field)
             for sent, expected in ((request, wanted), (request.work, wanted.work))
-            for field in fields.intersection(sent.__struct_fields__) - {"id"}
+            if field in sent.__struct_fields__
         )
 
 
@@ -159,9 +167,9 @@ def _by_name(arguments: Any) -> dict[str, Any] | None:
 
 def _is_same(found: object, wanted: object, hooks: TypeHooks) -> bool:
     """Whether two values are equal, also if only their JSON is: a tuple may have become a list."""
-    if found == wanted:
-        return True
-    try:
+    with suppress(TypeError, ValueError, RecursionError):  # An array of NumPy compares to an array, not to a bool.
+        if found == wanted:
+            return True
+    with suppress(TypeError, ValueError, RecursionError):
         return canonical(found, hooks) == canonical(wanted, hooks)
-    except (TypeError, ValueError, RecursionError):
-        return False
+    return False
