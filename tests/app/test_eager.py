@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,24 @@ async def test_async_callers_run_handlers_of_both_kinds_in_their_task(app: Holdf
             blocking.sync.enqueue()
         asyncio.get_running_loop()
     assert seen == [(threading.get_ident(), "of the test"), (asyncio.current_task(), "of the test")]
+
+
+async def test_a_blocking_handler_sees_no_task_and_may_run_loops(app: Holdfast[Any]) -> None:
+    caller, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    @app.task(name="inner")
+    async def inner(n: int) -> int:
+        return n
+
+    @app.task(name="outer")
+    def outer() -> int:
+        assert asyncio.current_task(loop) is None
+        return asyncio.run(inner.call(1)) + inner.sync.call(2)
+
+    with eager(app):
+        async with asyncio.timeout(20):
+            assert await outer.call() == 3
+        assert asyncio.current_task() is caller
 
 
 def test_a_handler_sees_the_transaction_of_the_caller(app: Holdfast[Any]) -> None:
@@ -296,6 +314,69 @@ async def test_the_caller_can_be_cancelled_in_a_handler(app: Holdfast[Any], rais
                 await work.enqueue()
 
 
+@pytest.mark.parametrize("raises", [True, False])
+async def test_a_cancelled_caller_leaves_the_other_jobs_ready(app: Holdfast[Any], raises: bool) -> None:
+    ran: list[int] = []
+
+    @app.task(name="t", max_retries=0)
+    async def work(n: int) -> None:
+        ran.append(n)
+        if n == 0:
+            raise ValueError("before the cancellation")
+        if n == 1:
+            await asyncio.sleep(3600)
+
+    with eager(app, raises=raises) as jobs:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await app.enqueue_many(work.bind(n) for n in range(4))
+        assert ran == [0, 1]
+        await jobs.drain()
+        assert ran == [0, 1, 2, 3]
+
+
+async def test_a_cancellation_keeps_its_message(app: Holdfast[Any]) -> None:
+    @app.task(name="t")
+    async def work() -> None:
+        await asyncio.sleep(3600)
+
+    with eager(app, raises=False):
+        caller = asyncio.create_task(work.call())
+        await asyncio.sleep(0.02)
+        caller.cancel("by a scope")
+        with pytest.raises(asyncio.CancelledError, match="by a scope"):
+            await caller
+
+
+async def test_a_handler_that_ignores_the_cancellation_does_not_hide_it(app: Holdfast[Any]) -> None:
+    @app.task(name="t")
+    async def work() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+    with eager(app):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await work.enqueue()
+
+
+async def test_an_earlier_cancellation_of_the_caller_raises_no_stored_error(app: Holdfast[Any]) -> None:
+    @app.task(name="t", max_retries=0)
+    async def work() -> None:
+        raise ValueError("stored")
+
+    async def caller() -> State | None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        return await (await work.enqueue()).state()
+
+    with eager(app, raises=False):
+        task = asyncio.create_task(caller())
+        await asyncio.sleep(0)
+        task.cancel()
+        assert await task is State.FAILED
+
+
 # Time, ids and hooks
 
 
@@ -390,6 +471,81 @@ async def test_hooks_and_resources_are_those_of_the_app(tmp_path: Path) -> None:
     with eager(app):
         assert await work.call() == "changed"
     assert heard == [EventKind.CLAIMED, "open", "middleware", "around", "resources", "close", EventKind.COMPLETED]
+
+
+async def test_errors_of_event_hooks_are_reported_as_by_a_worker(app: Holdfast[Any]) -> None:
+    reported: list[tuple[str, str]] = []
+
+    @app.on_event
+    async def fail(event: RunEvent) -> None:
+        raise LookupError(event.kind)
+
+    @app.on_error
+    def note(error: BaseException, where: str) -> None:
+        reported.append((str(error), where))
+
+    @app.task(name="t")
+    async def work() -> int:
+        return 1
+
+    with eager(app):
+        assert await work.using(id="a").call() == 1
+    assert reported == [(kind, f"on_event, for {kind} of job 'a'") for kind in ("claimed", "completed")]
+
+
+async def test_a_job_is_ready_again_if_the_lifespan_raises(tmp_path: Path) -> None:
+    starts: list[int] = []
+
+    @asynccontextmanager
+    async def lifespan() -> AsyncGenerator[None]:
+        starts.append(1)
+        if len(starts) == 1:
+            raise LookupError("no database")
+        yield
+
+    app = Holdfast(f"sqlite:///{tmp_path}/real.db", lifespan=lifespan)
+
+    @app.task(name="t")
+    async def work() -> None: ...
+
+    with eager(app, raises=False) as jobs:
+        with pytest.raises(LookupError, match="no database"):
+            await work.using(id="a").enqueue()
+        info = await app.queue("t").get("a")
+        assert info is not None
+        assert info.state is State.WAITING
+        assert [(run.id, run.kind) for run in await jobs.drain()] == [("a", EventKind.COMPLETED)]
+
+
+def test_an_eager_rehearsal_can_be_used_for_two_blocks(app: Holdfast[Any]) -> None:
+    @app.task(name="t")
+    def work() -> int:
+        return 1
+
+    rehearsal = eager(app)
+    for _ in range(2):
+        with rehearsal as jobs:
+            assert work.sync.call() == 1
+            assert len(jobs.ran()) == 1
+
+
+def test_a_block_can_end_while_another_thread_is_in_a_call(app: Holdfast[Any]) -> None:
+    started, ended = threading.Event(), threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @app.task(name="t")
+    async def work() -> None:
+        loops.append(asyncio.get_running_loop())
+        started.set()
+        ended.wait(20)
+
+    caller = threading.Thread(target=work.sync.enqueue)
+    with eager(app):
+        caller.start()
+        assert started.wait(20)
+    ended.set()
+    caller.join(20)
+    assert [loop.is_closed() for loop in loops] == [True]
 
 
 async def test_the_app_is_itself_again_after_an_eager_block(app: Holdfast[Any]) -> None:

@@ -392,6 +392,21 @@ async def test_rehearsal_starts_empty_and_leaves_nothing(app: Holdfast[Any]) -> 
         assert info.payload == "real"
 
 
+async def test_a_rehearsal_can_be_used_for_two_blocks(app: Holdfast[Any]) -> None:
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    rehearsal = rehearse(app)
+    for _ in range(2):
+        with rehearsal as jobs:
+            assert jobs.ran() == []
+            await task.enqueue()
+            await jobs.drain()
+            with pytest.raises(OptionError, match="already in a rehearsal"), rehearsal:
+                ...
+            assert len(jobs.ran()) == len(jobs.enqueued()) == 1
+
+
 async def test_an_app_that_is_open_stays_open_through_a_rehearsal(app: Holdfast[Any]) -> None:
     @app.task(name="t")
     async def task() -> int:

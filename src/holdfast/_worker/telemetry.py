@@ -137,13 +137,17 @@ class HookDispatcher:
             item = self._backlog.waiting.popleft()
             if isinstance(item, tuple):
                 await self._report_error(*item)
-                continue
-            for hook in self.on_event:
-                try:
-                    on_thread = self._on_threads and not inspect.iscoroutinefunction(hook)
-                    await awaited(await asyncio.to_thread(hook, item) if on_thread else hook(item))
-                except (Exception, SystemExit) as error:
-                    await self._report_error(error, f"on_event, for {item.kind} of job {item.id!r:.80}")
+            else:
+                await self.call(item)
+
+    async def call(self, event: RunEvent) -> None:
+        """Call the hooks with an event now, and report what they raise."""
+        for hook in self.on_event:
+            try:
+                on_thread = self._on_threads and not inspect.iscoroutinefunction(hook)
+                await awaited(await asyncio.to_thread(hook, event) if on_thread else hook(event))
+            except (Exception, SystemExit) as error:
+                await self._report_error(error, f"on_event, for {event.kind} of job {event.id!r:.80}")
 
     async def end(self, running: asyncio.Task[None], within_s: float) -> None:
         """Let `running`, the task of `run`, call hooks with all that waits; cancel it if that takes too long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from asyncio import events
+from asyncio import events, tasks
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, contextmanager
@@ -15,12 +15,12 @@ from typing import Any, Self, TypeVar
 from holdfast._client.app import MAX_LEASE_MS, Holdfast
 from holdfast._core.clock import Clock
 from holdfast._core.events import EventKind
-from holdfast._core.jobs import Job, Request, Settlement
+from holdfast._core.jobs import Job, Release, Request, Settlement
 from holdfast._core.replies import Enqueued
-from holdfast._core.retry_policy import Raised, admit, verdict
+from holdfast._core.retry_policy import Raised, admit, fence_of, verdict
 from holdfast._worker.current_job import CurrentJob, running
 from holdfast._worker.handler import AppHooks, Handler, Proceed, perform
-from holdfast._worker.telemetry import RunEvent, awaited, default_worker_name, event_of, log_event
+from holdfast._worker.telemetry import HookDispatcher, RunEvent, default_worker_name, event_of, log_event
 from holdfast.errors import JobFailed, Retry
 from holdfast.storage.validation import FAILED_SUFFIX
 from holdfast.testing.rehearsal import MAX_MORE_RUNS, START, Rehearsal, endless
@@ -40,14 +40,15 @@ class EagerRehearsal(Rehearsal):
     def __init__(self, app: Holdfast[Any], *, now: datetime = START, raises: bool = True) -> None:
         super().__init__(app, now=now)
         self._raises = raises
-        self._loops = _CallerLoops()
+        self._loops: _CallerLoops
         self._here = _CallerThread()
         self._worker = default_worker_name()
         self._rng = random.Random()
 
     def __enter__(self) -> Self:
-        self._storage = _EagerStorage(self.clock, self._run_enqueued)
-        self._session.rehearse(self._storage, self._loops.run)
+        loops = _CallerLoops()
+        self._begin(_EagerStorage(self.clock, self._run_enqueued), loops.run)
+        self._loops = loops
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -65,15 +66,23 @@ class EagerRehearsal(Rehearsal):
         await self._run_ready(handler for handler in handlers if handler.queue in (queue, queue + FAILED_SUFFIX))
 
     async def _run_ready(self, handlers: Iterable[Handler], max_runs: int = MAX_MORE_RUNS) -> None:
-        """Run jobs one after the other until none is ready. Then raise the first exception of a handler. If the caller
-        was cancelled, that is the cancellation, and it is always raised."""
-        served, errors, runs = list(handlers), list[BaseException](), 0
-        while ready := [handler for handler in served if await self._run_next(handler, errors)]:
-            runs += len(ready)
+        """Run jobs one after the other until none is ready, then raise the first exception of a handler. When the
+        caller is cancelled, the other jobs stay ready, and the cancellation is raised."""
+        served, errors, runs, idle = list(handlers), list[BaseException](), 0, False
+        caller = asyncio.current_task()
+        before = 0 if caller is None else caller.cancelling()
+        while not idle:
+            idle = True
+            for handler in served:
+                if not await self._run_next(handler, errors):
+                    continue
+                if caller is not None and caller.cancelling() > before:
+                    last = errors[-1] if errors else None
+                    raise last if isinstance(last, asyncio.CancelledError) else asyncio.CancelledError
+                idle, runs = False, runs + 1
             if runs > max_runs:
                 raise endless(max_runs)
-        caller = asyncio.current_task()
-        if errors and (self._raises or (caller is not None and caller.cancelling())):
+        if errors and self._raises:
             raise errors[0]
 
     async def _run_next(self, handler: Handler, errors: list[BaseException]) -> bool:
@@ -84,11 +93,15 @@ class EagerRehearsal(Rehearsal):
             return False
         (job,) = claim.jobs
         began = loop.time()
-        settlement: Settlement | None = admit(job, handler.config.policy)
-        if settlement is None:
-            await self._publish(RunEvent(kind=EventKind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
-            settlement = await self._run(handler, job, errors)
-        await self._storage.settle(queue, [settlement], worker=self._worker)
+        try:
+            settlement: Settlement | None = admit(job, handler.config.policy)
+            if settlement is None:
+                await self._publish(RunEvent(kind=EventKind.CLAIMED, queue=queue, id=job.id, attempt=job.attempts))
+                settlement = await self._run(handler, job, errors)
+            await self._storage.settle(queue, [settlement], worker=self._worker)
+        except BaseException:  # The lifespan raised, a hook was cancelled, or this is an interrupt.
+            await self._storage.settle(queue, [Release(job.id, fence_of(job))], worker=self._worker)
+            raise
         event = event_of(queue, job, settlement, loop.time() - began)
         log_event(event, self._worker)
         await self._publish(event)
@@ -125,8 +138,8 @@ class EagerRehearsal(Rehearsal):
 
     async def _publish(self, event: RunEvent) -> None:
         self._runs.append(event)
-        for hook in self._app._on_event:  # pyright: ignore[reportPrivateUsage]
-            await awaited(hook(event))
+        hooks, report_error = self._app._on_event, self._app._around.report_error  # pyright: ignore[reportPrivateUsage]
+        await HookDispatcher(hooks, report_error).call(event)
 
 
 class _NoReports:
@@ -157,6 +170,7 @@ class _CallerLoops:
     def __init__(self) -> None:
         self._of_thread = threading.local()
         self._all: list[asyncio.AbstractEventLoop] = []
+        self._closed = False
 
     def run(self, make: Callable[[], Awaitable[T]]) -> T:
         async def main() -> T:
@@ -172,10 +186,15 @@ class _CallerLoops:
             return loop.run_until_complete(main())
         finally:
             idle.append(loop)
+            if self._closed:
+                loop.close()
 
     def close(self) -> None:
+        """Close the loops. One that runs, on another thread, is closed after its blocking call."""
+        self._closed = True
         for loop in self._all:
-            loop.close()
+            if not loop.is_running():
+                loop.close()
 
 
 class _CallerThread(Executor):
@@ -194,13 +213,19 @@ class _CallerThread(Executor):
 
 @contextmanager
 def _outside_of_the_loop() -> Generator[None]:
-    """Let asyncio see no running loop on this thread."""
-    loop = asyncio.get_running_loop()
+    """Let asyncio see no running loop and no current task on this thread."""
+    # The asyncio docs, "Extending", name `_enter_task` and `_leave_task` for those who implement tasks. Python 3.14
+    # refuses to run a task on any loop of a thread that has a current task.
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    if task is not None:
+        tasks._leave_task(loop, task)
     events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] -- meant for event loops, which this is about.
     try:
         yield
     finally:
         events._set_running_loop(loop)  # pyright: ignore[reportPrivateUsage]
+        if task is not None:
+            tasks._enter_task(loop, task)
 
 
 eager = EagerRehearsal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
@@ -38,8 +39,13 @@ class Rehearsal:
         self._runs: list[RunEvent] = []
 
     def __enter__(self) -> Self:
-        self._storage = RehearsalStorage(self.clock)
-        self._session.rehearse(self._storage)
+        return self._begin(RehearsalStorage(self.clock))
+
+    def _begin(
+        self, storage: RehearsalStorage, run_blocking: Callable[[Callable[[], Awaitable[Any]]], Any] | None = None
+    ) -> Self:
+        self._session.rehearse(storage, run_blocking)
+        self._storage, self._runs = storage, []
         return self
 
     def __exit__(self, *exc: object) -> None:
