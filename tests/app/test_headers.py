@@ -100,6 +100,31 @@ async def test_request_without_headers_stores_no_extension(app: App) -> None:
         assert job.work.extension == ()
 
 
+@pytest.mark.storages("memory")
+async def test_added_headers_that_are_empty_store_no_extension(app: App) -> None:
+    bound = app.queue("t").bind(1, expires=60)
+    before = bound.request.work.extension
+    bound.add_headers({})
+    assert bound.request.work.extension == before
+    assert [tag for tag, _ in before] == [EXPIRES_IN]
+
+
+class Text(str):
+    """Text that reads differently when it is formatted, as a member of an enum does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"<{super().__str__()}>"
+
+
+@pytest.mark.storages("memory")
+async def test_headers_of_a_subclass_of_str_are_text(app: App) -> None:
+    bound = app.queue("t").bind(1, headers={Text("a"): Text("b")})
+    bound.add_headers({"c": Text("d")})
+    assert bound.headers == {"a": "b", "c": "d"}
+
+
 async def test_headers_that_another_client_garbled_read_as_none(app: App) -> None:
     entries = ((EXPIRES_IN, pack_numbers(60_000)), (HEADERS, b'{"trace": 1}'))
     await app.storage.enqueue("t", [Request("a", Work(b"1", extension=entries), custom_id=True)])

@@ -210,9 +210,11 @@ class BoundRequest(Generic[R_co]):
     def add_headers(self, headers: Mapping[str, str]) -> None:
         """Add headers, for hooks of `app.before_enqueue`. A new value replaces the old value of a key."""
         work = self.request.work
-        others = [entry for entry in work.extension if entry[0] != HEADERS]
-        entry = (HEADERS, to_headers("headers", {**self.headers, **headers}))
-        self.request = replace(self.request, work=replace(work, extension=tuple(sorted([*others, entry]))))
+        entries = [entry for entry in work.extension if entry[0] != HEADERS]
+        data = to_headers("headers", {**self.headers, **headers})
+        if data != NO_HEADERS:
+            entries.append((HEADERS, data))
+        self.request = replace(self.request, work=replace(work, extension=tuple(sorted(entries))))
 
     def check(self, reply: Enqueued) -> None:
         """Raise `JobNotFound`, or `DuplicateJob` if the request has `on_conflict="raise"`."""

@@ -389,7 +389,7 @@ def to_headers(name: str, value: Headers) -> bytes:
     if not isinstance(value, Mapping) or not all(isinstance(part, str) for item in value.items() for part in item):
         raise OptionError(f"{name} must be a dict with text as keys and values, not {value!r:.60}")
     try:
-        data = msgspec.json.encode(dict(value))
+        data = msgspec.json.encode({str.__str__(key): str.__str__(text) for key, text in value.items()})
     except UnicodeEncodeError as error:
         raise OptionError(f"{name} cannot be encoded as UTF-8: {error}") from None
     if len(value) > MAX_HEADERS or len(data) > MAX_HEADERS_BYTES:
