@@ -23,7 +23,7 @@ BUDGETS = {
     "_worker": 4_445,
     "storage": 9_350,
     "storage/conformance": 3_430,
-    "cli": 2_475,
+    "cli": 2_495,
     "testing": 630,
     "": 260,
 }

@@ -111,6 +111,7 @@ WRONG_OPTIONS = [
     "fine:app --grace nan",
     "fine:app --max-jobs 0",
     "fine:app --max-memory much",
+    f"fine:app --max-memory {400 * '9'}T",
     "fine:app --log-format xml",
     "fine:app --log-level loud",
     f"fine:app --name {201 * 'n'}",

@@ -363,6 +363,26 @@ async def test_inline_worker_starts_again_with_changed_source(scene: Scene) -> N
 
 
 @pytest.mark.storages("sqlite")
+async def test_inline_worker_waits_for_code_that_loads_and_has_tasks(scene: Scene) -> None:
+    package = scene.folder / "code" / "shop"
+    package.mkdir(parents=True)
+    tasks = package / "tasks.py"
+    tasks.write_text("this is no Python")
+    worker = WorkerProcess(scene, "shop.tasks:app", "--inline", "--reload", cwd=package.parent)
+    scene.workers.append(worker)
+    await until(lambda: "waiting for a change: module shop.tasks" in worker.text() and "watching" in worker.text())
+    tasks.write_text(TASKS.format(code="old", head=""))
+    await until(lambda: worker.text().count("watching") == 2, 20)
+    tasks.write_text("from tests.worker.scene import make_app\napp = make_app()\n")
+    await until(lambda: worker.text().count("watching") == 3, 20)
+    assert "waiting for a change: this app has no tasks" in worker.text()
+    tasks.write_text(TASKS.format(code="new", head=""))
+    assert await scene.ask("which") == ["new", worker.pid]
+    worker.signal(signal.SIGTERM)
+    assert await worker.exited(20) == 0
+
+
+@pytest.mark.storages("sqlite")
 async def test_changed_source_is_not_noticed_without_the_option(scene: Scene) -> None:
     code = Code(scene)
     code.write("old")

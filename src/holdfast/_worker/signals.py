@@ -68,7 +68,7 @@ def _ask(asked: asyncio.Event, why: str) -> None:
 
 
 async def _watch(folders: Callable[[], Iterable[str]], on_change: Callable[[str], None]) -> None:
-    seen: dict[str, int] = {}
+    seen: dict[str, dict[str, int]] = {}
     while True:
         on_change(await next_change(folders, seen))
 

@@ -7,9 +7,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from itertools import accumulate
+from typing import NoReturn
 
 import click
 
@@ -41,7 +42,7 @@ class Size(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([KMGT]?)(?:i?B)?", str(value).strip(), re.IGNORECASE)
         if match is None:
             self.fail(f"{value!r} is not a size: write 200M or 1.5G", param, ctx)
         size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
@@ -169,19 +170,23 @@ def worker(
     _give_to_app(chosen)
     patterns = list(queues) or None
     if inline:
-        app = _import_or_wait(target) if reload else import_app(target, Holdfast)
-        parts = app_parts(app)
-        _check_app_uses(chosen, parts.url, parts.namespace)
-        made = app.worker(
-            patterns,
-            concurrency=concurrency,
-            name=name,
-            lease=lease,
-            grace=grace,
-            burst=burst,
-            max_burst_jobs=max_burst_jobs,
-        )
-        if asyncio.run(serve_until_signal(made, source_folders if reload else None)):
+
+        def make() -> Worker:
+            app = import_app(target, Holdfast)
+            parts = app_parts(app)
+            _check_app_uses(chosen, parts.url, parts.namespace)
+            return app.worker(
+                patterns,
+                concurrency=concurrency,
+                name=name,
+                lease=lease,
+                grace=grace,
+                burst=burst,
+                max_burst_jobs=max_burst_jobs,
+            )
+
+        inline_worker = _make_or_wait(make, target) if reload else make()
+        if asyncio.run(serve_until_signal(inline_worker, source_folders if reload else None)):
             _start_again()
         return
     pool = Pool(
@@ -214,13 +219,16 @@ def worker(
     asyncio.run(main())
 
 
-def _import_or_wait(target: str) -> Holdfast[Any]:
-    """Import the app. If it cannot be imported, report why, and start this program again when a source file changes."""
+def _make_or_wait(make: Callable[[], Worker], target: str) -> Worker:
+    """Make the worker. If the code does not load or is refused, report why, and start this program again when a source
+    file changes."""
     try:
-        return import_app(target, Holdfast)
+        return make()
     except OptionError as error:
         log.error("waiting for a change: %s", error)
-        asyncio.run(next_change(lambda: {os.getcwd(), *source_folders()}, {}))
+        module, _ = parse_target(target)
+        folders = {*accumulate([os.getcwd(), *module.split(".")], os.path.join), *source_folders(error)}
+        asyncio.run(next_change(lambda: folders, {}))
         return _start_again()
 
 
