@@ -24,6 +24,7 @@ from holdfast import Holdfast, Lease
 from holdfast._core.jobs import Request, Work
 from holdfast.cli.inspect import jobs as jobs_command
 from tests.app.conftest import Place
+from tests.app.test_damaged_queue import damage
 from tests.cli.conftest import PROGRAM, Result, Run, harmless, until
 
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\u202ed\re\x7ff\u2028g"
@@ -116,6 +117,16 @@ async def test_id_without_its_escapes_is_found_if_it_is_the_only_one(run: Run, a
     await app.queue("page").enqueue(None, id="page:http://a%2Fb?c")
     ambiguous = run("show", "page", "page:http://a/b?c")
     assert ambiguous.says_no(1, "`holdfast jobs page` lists the ids")
+
+
+@pytest.mark.storages("sqlite")
+async def test_id_that_is_not_utf_8_is_looked_for(run: Run, app: Holdfast[Any]) -> None:
+    await app.queue("q").enqueue(None, id=b"\xfe")
+    assert run("show", "q", b"\xfe").status == 0
+    commands: list[list[str | bytes]] = [[command, "q"] for command in ("show", "explain", "stack", "retry", "result")]
+    commands += [["prioritize", "q", "5"], ["keep", "q", "--ttl", "1h"], ["cancel", "q"]]
+    for told in run.each(*([*command, b"\xff"] for command in commands)):
+        assert (told.status, "\\udcff" in told.out + told.err, "Traceback" in told.err) == (1, True, False), told
 
 
 async def test_rates_are_differences_of_totals(run: Run, app: Holdfast[Any]) -> None:
@@ -233,6 +244,14 @@ async def test_jobs_of_all_queues_or_of_a_pattern_have_their_queue(run: Run, app
     assert [json.loads(line)["queue"] for line in as_json.lines] == ["other", "pages.a", "pages.b"]
     assert (none.status, none.out) == (0, "no running jobs in any queue\n")
     assert unknown.says_no(1, "no queue matches 'nothing.*'")
+
+
+async def test_jobs_of_a_queue_that_cannot_be_read_are_an_error(run: Run, app: Holdfast[Any], place: Place) -> None:
+    await app.queue("q").enqueue(None, id="a")
+    damage(place, "q")
+    for told in run.each(["jobs"], ["jobs", "*", "--state", "failed"], ["jobs", "q"]):
+        assert told.says_no(3, "the metadata of queue 'q' cannot be read: run `holdfast repair q`")
+    await app.queue("q").repair()
 
 
 @pytest.mark.storages("sqlite")

@@ -109,6 +109,20 @@ async def test_cancel_by_state_and_pattern_stops_more_jobs_than_one_step(storage
 
 
 @on_both
+async def test_pattern_changes_fail_queues_only_if_it_ends_in_failed(storage: str, tmp_path: Path) -> None:
+    async with edge_on(storage, tmp_path) as edge:
+        for name in ("pages.a", "pages.a/failed"):
+            await edge.app.queue(name).enqueue(None, id="a")
+        listed = await edge.run("jobs", "pages.*")
+        assert [line.split()[0] for line in listed.lines[1:]] == ["pages.a", "pages.a/failed"]
+        assert await edge.run("cancel", "pages.*", "--all", "--yes") == (0, "1 job cancelled\n", "")
+        assert await states(edge, "pages.a/failed") == {"a": "waiting"}
+        none = await edge.run("cancel", "*/*", "--all", "--yes")
+        assert (none.status, none.err.startswith("holdfast: no queue matches '*/*'")) == (1, True)
+        assert await edge.run("cancel", "pages.*/failed", "--all", "--yes") == (0, "1 job cancelled\n", "")
+
+
+@on_both
 async def test_retry_all_takes_each_failure_once_while_jobs_fail_again(storage: str, tmp_path: Path) -> None:
     async with edge_on(storage, tmp_path) as edge:
         queue = edge.app.queue("q")
@@ -182,6 +196,8 @@ async def test_wrong_uses_exit_with_2_and_change_nothing(tmp_path: Path) -> None
         "sweep --every 0",
         "sweep --every 1 --times 0",
         "sweep --times 2",
+        "jobs q --older 999999d",
+        "keep q a --ttl 3651d",
         "pause no/such",
         "audit no/such",
         "purge no/such --yes",

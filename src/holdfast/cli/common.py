@@ -22,10 +22,10 @@ from holdfast._client.app import Holdfast
 from holdfast._client.queue import Queue
 from holdfast._client.settings import find_settings
 from holdfast._client.stats import Stats
-from holdfast._core.jobs import State
+from holdfast._core.jobs import MAX_MS, State
 from holdfast.cli.output import NO, end, where
 from holdfast.errors import OptionError
-from holdfast.storage.validation import MAX_ITEMS
+from holdfast.storage.validation import FAILED_SUFFIX, MAX_ITEMS
 
 MOST_SEARCHED = 10_000
 """Jobs of a queue that are read to find an id without its escapes."""
@@ -88,7 +88,10 @@ class Length(click.ParamType[timedelta]):
         match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhd]?)", str(value).strip())
         if match is None:
             self.fail(f"{value!r} is not a length of time: write 90s, 5m, 2h or 1d", param, ctx)
-        return timedelta(seconds=float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}[match[2]])
+        length = timedelta(seconds=float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}[match[2]])
+        if length > timedelta(milliseconds=MAX_MS):
+            self.fail(f"{value!r} is longer than ten years", param, ctx)
+        return length
 
 
 def read_payload(given: str, *, text: bool, raw: bool) -> object:
@@ -119,7 +122,7 @@ async def find_id(app: Holdfast[None], queue: str, id: str) -> str:
 async def find_ids(app: Holdfast[None], queue: str, ids: Sequence[str]) -> list[str]:
     """Return the ids of the jobs that the user means. Templates of tasks percent-encode values: if there is no job with
     an id, the only job whose id reads like it without its escapes is meant. Searches `MOST_SEARCHED` jobs."""
-    unsure = [id for id in ids if quote(id, safe="@+") != id]
+    unsure = [id for id in ids if quote(id, safe="@+", errors="surrogateescape") != id]
     if not unsure:
         return list(ids)
     present = await app.queue(queue).get_many(unsure)
@@ -145,17 +148,23 @@ def names_one(queues: Sequence[str]) -> bool:
     return len(queues) == 1 and not set("*?[") & set(queues[0])
 
 
-async def choose_queues(app: Holdfast[None], queues: Sequence[str]) -> list[Queue]:
+async def choose_queues(app: Holdfast[None], queues: Sequence[str], *, to_change: bool = False) -> list[Queue]:
     """Return the queues of these names and patterns, or all queues if there is none. Ends the command if a pattern
-    matches no queue."""
+    matches no queue. If the command changes the queues, only a pattern that ends in `/failed` matches queues of fail
+    handlers."""
     plain = [name for name in queues if names_one([name])]
     if queues and len(plain) == len(queues):
         return [app.queue(name) for name in queues]
     known = [stats.queue for stats in (await app.stats()).queues]
+    matching: set[str] = set()
     for pattern in set(queues) - set(plain):
-        if not fnmatch.filter(known, pattern):
+        found = fnmatch.filter(known, pattern)
+        if to_change and not pattern.endswith(FAILED_SUFFIX):
+            found = [name for name in found if not name.endswith(FAILED_SUFFIX)]
+        if not found:
             end(NO, f"no queue matches {pattern!r} on {where(app)}")
-    chosen = [name for name in known if not queues or matches(name, queues)]
+        matching.update(found)
+    chosen = [name for name in known if not queues or name in matching]
     return [app.queue(name) for name in dict.fromkeys([*plain, *chosen])]
 
 

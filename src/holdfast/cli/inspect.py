@@ -188,7 +188,7 @@ async def jobs(
     snapshot = await app.stats()
     now = snapshot.now
     wanted = None if state is None else State(state)
-    busy = {stats.queue for stats in snapshot.queues if has_jobs(stats, wanted)}
+    busy = {stats.queue for stats in snapshot.queues if has_jobs(stats, wanted) or stats.problem}
     names = [queue.name for queue in await choose_queues(app, queues) if queue.name in busy]
     began_by = None if older is None else now - older
     found = [job async for job in _first(_listed(app, names, wanted), limit + 1, began_by)]

@@ -84,7 +84,7 @@ async def _cancel_all(app: Holdfast[None], queues: str, states: Sequence[State])
 async def _batches(app: Holdfast[None], queues: str, states: Sequence[State]) -> AsyncIterator[tuple[Queue, list[str]]]:
     """Yield the ids of the jobs in these states, with their queues, as many as one step takes."""
     now = (await app.stats()).now
-    for queue in await choose_queues(app, [queues]):
+    for queue in await choose_queues(app, [queues], to_change=True):
         for state in states:
             async for ids in batches_of_ids(queue, state, now):
                 yield queue, ids
@@ -229,7 +229,7 @@ async def sweep(app: Holdfast[None], queues: tuple[str, ...], *, every: float | 
     number = 0
     while True:
         number += 1
-        for queue in await choose_queues(app, queues):
+        for queue in await choose_queues(app, queues, to_change=True):
             await _sweep(queue)
         if every is None or number == times:
             return
@@ -269,7 +269,7 @@ async def repair(app: Holdfast[None], queues: tuple[str, ...], *, as_json: bool)
 async def _check(app: Holdfast[None], queues: Sequence[str], *, mend: bool, as_json: bool) -> None:
     problems: list[Problem] = []
     checked = 0
-    for queue in await choose_queues(app, queues):
+    for queue in await choose_queues(app, queues, to_change=mend):
         result = await queue.repair(dry_run=not mend)
         checked += result.checked
         problems += result.problems
