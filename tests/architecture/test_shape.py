@@ -30,7 +30,7 @@ BUDGETS = {
 """Lines of Python, Lua and SQL per package. Raise a budget only with the reason in the commit message."""
 APART = ("cli", "storage/conformance")
 """Packages that the sum leaves out: the command line, and tests for authors of storages, which no program imports."""
-WITHOUT_CLI = 20_720
+WITHOUT_CLI = 20_730
 
 PUBLIC_OPTIONS = {"_client/app.py:worker"}
 """Public signatures that list options, which may have more parameters."""
