@@ -8,6 +8,7 @@ process that had the lease, and the time. Without such a fault the rule `attribu
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -290,7 +291,8 @@ class Checker:
             if settled is None or settled.how != "fail" or lease.queue.endswith("/failed") or lease.queue == "pulled":
                 continue
             key = (lease.queue, lease.id)
-            called_off = any(cancel.at < settled.at and cancel.reply in ("asked", "") for cancel in index.cancels[key])
+            answered_at = settled.answered_at or math.inf  # A cancel that was sent later may come first.
+            called_off = any(cancel.at < answered_at and cancel.reply in ("asked", "") for cancel in index.cancels[key])
             if not called_off:
                 called = (*key, lease.generation) in index.failures
                 self._check("fail handler", called, f"it was not called for {lease}")

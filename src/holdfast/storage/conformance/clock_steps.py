@@ -176,6 +176,17 @@ async def test_due_jobs_keep_their_order(stage: SteppingStage) -> None:
 # leases
 
 
+async def test_due_jobs_keep_their_order_beside_jobs_that_are_early_after_a_step(stage: SteppingStage) -> None:
+    """The early ones are in front: they were requested for a wall time, which is later now."""
+    for number in range(5):
+        await stage.enqueue(f"early{number}", run_at=stage.clock.now_us() + 10_000_000)
+    await stage.step(-HOUR)
+    stage.clock.advance(20)
+    await stage.enqueue("low", priority=2)
+    await stage.enqueue("due")
+    assert [ids(await stage.claim(1)) for _ in range(3)] == [["due"], ["low"], []]
+
+
 async def test_a_lease_lasts_its_own_remaining_length_and_is_taken_back_in_two_steps(stage: SteppingStage) -> None:
     await running(stage, lease=10)
     stage.clock.advance(4)

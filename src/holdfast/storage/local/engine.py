@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 SWEEP_ON_CLAIM = 10
 """The most leases, and the most finished records, that a claim sweeps."""
+MAX_LOOKS = 10
+"""How often a claim looks for due jobs while it meets some that are not due any more, because the clock has stepped."""
 FORGET_PER_ITEM = 2
 """The most finished records that an enqueue or a settle call deletes for each of its items. More records are deleted
 than added, so a queue stays bounded with producers alone, and with workers alone."""
@@ -102,17 +104,18 @@ class Engine:
 
     def _claim_due(self, queue: str, limit: int, worker: str, lease_ms: int) -> list[Job]:
         """Lease jobs that are due. First a job that is not due by wall time, because the clock stepped back, moves to
-        its place, and a damaged record to the failed ones. Then other jobs may be due in their places."""
-        transaction = self._begin(queue)
-        due = self.table.due(queue, transaction.now, limit)
-        passed_over = [job for job in due if not _fits(job, transaction.time)]
-        if passed_over:
+        its place, and a damaged record to the failed ones. Then other jobs may be due in their places: look again."""
+        for _ in range(MAX_LOOKS):
+            transaction = self._begin(queue)
+            due = self.table.due(queue, transaction.now, limit)
+            passed_over = [job for job in due if not _fits(job, transaction.time)]
+            if not passed_over:
+                return _claim(transaction, due, worker, lease_ms)
             for job in passed_over:
                 transaction.rewrite(job, lifecycle.follow_clock(job, transaction.time))
             transaction.close()
-            transaction = self._begin(queue)
-            due = self.table.due(queue, transaction.now, limit)
-            due = [job for job in due if _fits(job, transaction.time)]
+        transaction = self._begin(queue)
+        due = [job for job in self.table.due(queue, transaction.now, limit) if _fits(job, transaction.time)]
         return _claim(transaction, due, worker, lease_ms)
 
     def settle(self, queue: str, batch: Sequence[Settlement], worker: str) -> list[replies.SettleResult]:

@@ -4,7 +4,7 @@ local append, enter, record_change = transaction.append, transaction.enter, tran
 local ids_from, refuse, number, worker_name = arguments.ids, arguments.refuse, arguments.number, arguments.worker
 local is_plain, claim_plain, completes, leaves_nothing = fast.is_plain, fast.claim_plain, fast.completes, fast.leaves_nothing
 local complete_plain, complete_alike, complete_remembered = fast.complete_plain, fast.complete_alike, fast.complete_remembered
-local MAX_CALL_BYTES = 1048576
+local MAX_CALL_BYTES, MAX_LOOKS = 1048576, 10
 local SETTLEMENT, FOLLOW_UP, FENCE, FENCE_BYTES = '<BI8I8I8BB', '<BI2', '<I8', 8
 local SETTLEMENT_ARGS, LEASE_ARGS = 4, 3 -- id, head, body, extra; id, fence, progress
 local SETTLEMENT_BYTES, MAX_LIMIT, MAX_SWEEP, MAX_PAGE, MAX_REASON_BYTES = 27, 250, 100, 200, 2000
@@ -71,7 +71,8 @@ function VERBS.claim()
   local jobs, fences, size = {}, {}, 0
   if tx.meta[PAUSED] == 0 then
     local found = due(tx, limit)
-    if tx.passed_over then -- Others may be due in their places: look once more.
+    for _ = 1, MAX_LOOKS do
+      if not tx.passed_over then break end -- Else others may be due in their places: look again.
       transaction.close(tx)
       tx = transaction.open(QUEUE)
       found = due(tx, limit)
