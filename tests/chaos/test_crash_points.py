@@ -59,7 +59,7 @@ UNREACHED = {
     "_worker.notes.ask_for_stack#*": "a command asks for a stack and changes no job",
     "_worker.signals.*": "signals to `holdfast worker`: tests/worker",
     "_worker.source_watch.*": "source files change: tests/unit/test_source_watch.py",
-    "_worker.telemetry.HookDispatcher.run#4": "hooks on threads are for child processes",
+    "_worker.telemetry.HookDispatcher.call#2": "hooks on threads are for child processes",
     "_worker.processes.pool.Pool.open#3": "the app does not load: there is no job yet",
     "_worker.processes.pool.Pool.reload#1": "a signal to `holdfast worker` loads the code again",
     "_worker.processes.pool.Pool._roll#*": "the same",
