@@ -542,4 +542,4 @@ def test_every_storage_does_the_same_as_memory(runs: int, monkeypatch: pytest.Mo
             world.close()
     print(f"\n{' = '.join(world.names)}: {world.examples} runs\n{world.table()}")
     if runs > USUAL_RUNS:
-        assert world.empty_cells() == []
+        assert len(world.empty_cells()) <= 1  # A rare one may be met by none of these runs.
