@@ -20,6 +20,8 @@ from holdfast.storage.local.memory import MemoryStorage
 from holdfast.testing import rehearse
 from tests.app.conftest import until
 
+pytestmark = pytest.mark.suite("usual")
+
 App = Holdfast[Any]
 MakeApp = Callable[..., App]
 

@@ -14,6 +14,8 @@ import pytest
 from holdfast import Failure, Holdfast, JobFailed, State, current_job
 from tests.app.conftest import until
 
+pytestmark = pytest.mark.suite("usual")
+
 App = Holdfast[Any]
 MakeApp = Callable[..., App]
 

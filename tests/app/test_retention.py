@@ -11,6 +11,8 @@ from holdfast import Holdfast
 from holdfast._core.jobs import Complete, Request, Settlement, Work
 from tests.app.conftest import until
 
+pytestmark = pytest.mark.suite("usual")
+
 BATCH = 250
 
 

@@ -42,6 +42,8 @@ async def stored(file: Path) -> set[str]:
 import asyncio
 from holdfast.storage import connect
 
+pytestmark = pytest.mark.suite("usual")
+
 async def main():
     async with connect("sqlite:///{file}") as storage:
         print(*[job.id for job in (await storage.scan("q")).jobs])
