@@ -17,6 +17,8 @@ from holdfast._core.jobs import Request, Work
 from holdfast.storage import Storage, audit, connect
 from holdfast.storage.local.sqlite import SqliteStorage, connection
 
+pytestmark = pytest.mark.suite("usual")
+
 TIME_TO_NOTICE_S = connection.FILE_CHECK_S + 0.05
 
 
@@ -41,8 +43,6 @@ async def stored(file: Path) -> set[str]:
     code = f"""
 import asyncio
 from holdfast.storage import connect
-
-pytestmark = pytest.mark.suite("usual")
 
 async def main():
     async with connect("sqlite:///{file}") as storage:
